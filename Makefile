@@ -78,11 +78,17 @@ if [ -z "$$python" ]; then
 fi
 endef
 
-# uv does not read pip's settings: where only pip is told of a mirror, tell uv too. Needs $$python, which has pip.
-define follow_pip_index
+# uv does not read pip's settings: what pip alone is told of (a mirror, a company's certificates), tell uv too.
+# Needs $$python, which has pip.
+define follow_pip
+pip_setting() { "$$python" -m pip config get "global.$$1" 2> /dev/null || true; }
 if [ -z "$${UV_DEFAULT_INDEX:-}$${UV_INDEX_URL:-}" ]; then
-    index="$${PIP_INDEX_URL:-$$("$$python" -m pip config get global.index-url 2> /dev/null || true)}"
+    index="$${PIP_INDEX_URL:-$$(pip_setting index-url)}"
     if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi
+fi
+if [ -z "$${SSL_CERT_FILE:-}" ]; then
+    cert="$${PIP_CERT:-$$(pip_setting cert)}"
+    if [ -n "$$cert" ]; then export SSL_CERT_FILE="$$cert"; fi
 fi
 endef
 
@@ -106,7 +112,7 @@ $(STAMP): $(PY) requirements.lock pyproject.toml
 	    echo "make: $(VENV) holds $$($(PY) --version), 3.11 or 3.12 is needed; remove $(VENV) and try again" >&2; exit 1
 	fi
 	python="$$($(PY) -c 'import sys; print(sys._base_executable)')"
-	$(follow_pip_index)
+	$(follow_pip)
 	$(find_uv)
 	if ! "$$uv" --version > /dev/null 2>&1; then
 	    echo "[2/4] no uv found: installing it into $(VENV)"
