@@ -81,7 +81,7 @@ endef
 # uv does not read pip's settings: what pip alone is told of (a mirror, a company's certificates), tell uv too.
 # Needs $$python, which has pip.
 define follow_pip
-pip_setting() { "$$python" -m pip config list 2> /dev/null | sed -n "s/^global\.$$1='\(.*\)'$$/\1/p" | head -n 1; }
+pip_setting() { "$$python" -m pip config list 2> /dev/null | sed -n "s/^global\.$$1='\(.*\)'$$/\1/p" | head -n 1 || true; }
 if [ -z "$${UV_DEFAULT_INDEX:-}$${UV_INDEX_URL:-}" ]; then
     index="$${PIP_INDEX_URL:-$$(pip_setting index-url)}"
     if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi
