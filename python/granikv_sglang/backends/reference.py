@@ -1,0 +1,46 @@
+"""The grouped torch engine: both shared regimes on a CPU, and the oracle for every kernel."""
+
+from __future__ import annotations
+
+import torch
+from granikv_kernels.grouped_prefix import grouped_prefix_attention_reference
+from granikv_kernels.merge_state import merge_states_reference
+from granikv_kernels.tail_attention import tail_attention_reference
+
+from granikv_sglang.plan import Plan
+
+
+class TorchSharedDecode:
+    """Reads each item as a dense view of the cache, each tail by its slots, and merges the states by log-sum-exp."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._plan: Plan | None = None
+
+    def prepare(
+        self, plan: Plan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens_cpu: torch.Tensor
+    ) -> None:
+        device = req_to_token.device
+        if plan.version != self._version:
+            self._plan, self._version = plan, plan.version
+            self._starts = [item.start for item in plan.items]
+            self._lens = [item.tokens for item in plan.items]
+            self._rows = [torch.tensor(item.rows, dtype=torch.int64, device=device) for item in plan.items]
+            self._pair_row = torch.cat(self._rows)
+            self._coverage = torch.from_numpy(plan.coverage).to(torch.int64)
+        tail_lens = seq_lens_cpu.to(torch.int64) - self._coverage
+        # A request keeps at least the token being decoded; nothing else may be assumed about its tail.
+        width = int(tail_lens.max())
+        columns = self._coverage.unsqueeze(1) + torch.arange(width).unsqueeze(0)
+        columns = torch.minimum(columns, (seq_lens_cpu.to(torch.int64) - 1).unsqueeze(1)).to(device)
+        rows = req_pool_indices.to(torch.int64).unsqueeze(1)
+        self._tail_slots = req_to_token[rows, columns].to(torch.int64)
+        self._tail_lens = tail_lens.to(device)
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:
+        out, lse = tail_attention_reference(q, k_cache, v_cache, self._tail_slots, self._tail_lens, sm_scale)
+        pair_out, pair_lse = grouped_prefix_attention_reference(
+            q, k_cache, v_cache, self._starts, self._lens, self._rows, sm_scale
+        )
+        merged, _ = merge_states_reference(out, lse, pair_out, pair_lse, self._pair_row)
+        return merged.to(q.dtype)

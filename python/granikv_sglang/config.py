@@ -1,0 +1,125 @@
+"""GraniKV's options: one frozen dataclass, its command-line flags, and the way it reaches SGLang's worker processes.
+
+SGLang starts its scheduler with ``multiprocessing`` spawn and pickles its own ``ServerArgs`` only, so our options travel
+in one environment variable (:data:`ENV_VAR`) that the child inherits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from granikv_sglang.core import GraniKVError, Regime
+
+ENV_VAR = "GRANIKV_OPTIONS"
+NAME = "granikv"
+"""The name under which the radix cache and the attention backend are registered with SGLang."""
+
+REGIMES = ("auto", *(r.value for r in Regime))
+
+
+def _option(default: Any, flag: str, text: str, **kwargs: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"flag": flag, "help": text, **kwargs})
+
+
+@dataclass(frozen=True)
+class GraniKVConfig:
+    """Options of the overlay. Every field is one ``--granikv-*`` flag; defaults are read from here."""
+
+    min_tokens: int = _option(
+        512, "--granikv-min-tokens", "Shortest root path, in tokens, that is promoted into the HOT arena (16 to 1048576)."
+    )
+    min_sharers: int = _option(
+        2, "--granikv-min-sharers", "Live requests that must hold a prefix before it is promoted (2 to 4096)."
+    )
+    regime: str = _option(
+        "auto",
+        "--granikv-regime",
+        "auto lets the classifier choose for each forward pass; the others force one regime wherever a prefix is shared.",
+        choices=REGIMES,
+    )
+    stock_backend: str = _option(
+        "auto",
+        "--granikv-stock-backend",
+        "SGLang attention backend that does prefill and UNIFORM decode; auto is flashinfer on CUDA, torch_native on CPU.",
+    )
+    audit: bool = _option(
+        False, "--granikv-audit", "Prove slot conservation at every scheduler step (slow; for tests and bug reports)."
+    )
+
+    def __post_init__(self) -> None:
+        _check_range("--granikv-min-tokens", self.min_tokens, 16, 1 << 20)
+        _check_range("--granikv-min-sharers", self.min_sharers, 2, 4096)
+        if self.regime not in REGIMES:
+            raise GraniKVError(f"--granikv-regime {self.regime!r} is unknown; choose one of {', '.join(REGIMES)}")
+
+    @property
+    def min_segment(self) -> int:
+        """Shortest COLD remainder worth an extent of its own below a HOT prefix, in tokens."""
+        return max(16, self.min_tokens // 4)
+
+    def to_env(self, env: MutableMapping[str, str] | None = None) -> None:
+        """Store these options in ``env`` (default: this process's) for the processes SGLang spawns."""
+        target = os.environ if env is None else env
+        target[ENV_VAR] = json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> GraniKVConfig:
+        """Options stored by :meth:`to_env`; defaults where there are none. Raises GraniKVError on unreadable ones."""
+        text = (os.environ if env is None else env).get(ENV_VAR)
+        if not text:
+            return cls()
+        try:
+            values = json.loads(text)
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            raise GraniKVError(f"{ENV_VAR} is not a JSON object of GraniKV options ({error}); unset it") from error
+
+
+def _check_range(flag: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or not low <= value <= high:
+        raise GraniKVError(f"{flag} must be a whole number from {low} to {high}, got {value!r}")
+
+
+def _whole_number(flag: str) -> Any:
+    def parse(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError as error:
+            raise GraniKVError(f"{flag} must be a whole number, got {text!r}") from error
+
+    return parse
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field of :class:`GraniKVConfig`, in a group of its own, plus ``--granikv-off``."""
+    group = parser.add_argument_group("GraniKV", "shared-prefix decode; every other flag is SGLang's own")
+    for field in dataclasses.fields(GraniKVConfig):
+        flag, text = field.metadata["flag"], f"{field.metadata['help']} Default: {field.default}."
+        if field.type == "bool":
+            group.add_argument(flag, dest=field.name, action="store_true", default=field.default, help=text)
+        elif field.type == "int":
+            group.add_argument(
+                flag, dest=field.name, type=_whole_number(flag), default=field.default, metavar="N", help=text
+            )
+        else:
+            # Choices are checked by the dataclass: its message names the mend, argparse's does not.
+            choices = field.metadata.get("choices")
+            metavar = "{" + ",".join(choices) + "}" if choices else "NAME"
+            group.add_argument(flag, dest=field.name, default=field.default, metavar=metavar, help=text)
+    group.add_argument(
+        "--granikv-off",
+        dest="off",
+        action="store_true",
+        help="Run stock SGLang: none of GraniKV's hooks, pools or backends is loaded.",
+    )
+
+
+def from_args(args: argparse.Namespace) -> GraniKVConfig:
+    """The options held by a namespace that :func:`add_cli_args` filled. Raises GraniKVError on a value out of range."""
+    return GraniKVConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(GraniKVConfig)})

@@ -1,0 +1,46 @@
+"""What a scheduler process has done so far. Monotonic; read by /get_server_info, Prometheus and the doctor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from granikv_sglang.core.types import Decline, Reason, Regime
+
+
+@dataclass
+class Counters:
+    """Monotonic counters of one process.
+
+    ``steps`` counts forward passes by regime and reason; ``bytes_not_reread`` is K and V bytes of shared prefix, over all
+    layers of this rank, that UNIFORM would have read again in those passes.
+    """
+
+    promotions: int = 0
+    promoted_tokens: int = 0
+    extended_promotions: int = 0
+    hot_splits: int = 0
+    hot_evictions: int = 0
+    hot_evicted_tokens: int = 0
+    room_evictions: int = 0
+    audits: int = 0
+    shared_rows: int = 0
+    bytes_not_reread: int = 0
+    plans_built: int = 0
+    plans_reused: int = 0
+    steps: Counter[tuple[Regime, Reason]] = field(default_factory=Counter)
+    declines: Counter[Decline] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready values: enums become their labels, steps are nested regime -> reason -> count."""
+        steps: dict[str, dict[str, int]] = {regime.value: {} for regime in Regime}
+        for (regime, reason), count in self.steps.items():
+            steps[regime.value][reason.value] = count
+        plain = {k: v for k, v in self.__dict__.items() if isinstance(v, int)}
+        return {
+            **plain,
+            "steps": steps,
+            "shared_steps": sum(n for (regime, _), n in self.steps.items() if regime is not Regime.UNIFORM),
+            "declines": {reason.value: self.declines.get(reason, 0) for reason in Decline},
+        }

@@ -1,0 +1,64 @@
+"""Names and small values shared by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Regime(StrEnum):
+    """How one forward pass computes attention (design section 6)."""
+
+    UNIFORM = "uniform"
+    CASCADE = "cascade"
+    BATCHED_GEMM = "batched_gemm"
+
+
+class Reason(StrEnum):
+    """Why a forward pass got its regime. The value is the label in metrics."""
+
+    NOT_DECODE = "not_decode"
+    """Prefill, mixed or idle pass: the stock backend does those."""
+    NOTHING_SHARED = "nothing_shared"
+    """No HOT prefix has two or more members in this batch."""
+    TOO_SMALL = "too_small"
+    """A HOT prefix is shared, but the bytes saved do not pay for the extra launches."""
+    FORCED = "forced"
+    """``--granikv-regime`` names this regime."""
+    MEMORY_BOUND = "memory_bound"
+    """Few query rows per prefix: reading the prefix is the cost."""
+    COMPUTE_BOUND = "compute_bound"
+    """Many query rows per prefix: the matrix units are the cost."""
+
+
+class Decline(StrEnum):
+    """Why a shared prefix was not promoted to HOT. The value is the label in metrics."""
+
+    TOO_SHORT = "too_short"
+    """The root path, or what is still COLD of it, is shorter than ``--granikv-min-tokens`` asks for."""
+    FEW_SHARERS = "few_sharers"
+    """Fewer live requests than ``--granikv-min-sharers`` hold it."""
+    NO_SAVING = "no_saving"
+    """The reads saved in the steps that remain do not pay for the copy."""
+    NO_ROOM = "no_room"
+    """No contiguous run is free, and evicting unlocked leaves cannot make one."""
+    COPY_FAILED = "copy_failed"
+    """The copy raised; the prefix stays COLD and is served as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A contiguous run of slots, ``[start, start + length)``, in global slot ids."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    def split(self, at: int) -> tuple[Span, Span]:
+        """The first ``at`` slots and the rest; 0 < at < length."""
+        if not 0 < at < self.length:
+            raise ValueError(f"cannot split a span of {self.length} slots at {at}")
+        return Span(self.start, at), Span(self.start + at, self.length - at)

@@ -1,0 +1,71 @@
+"""What the host decides about one forward pass, as plain values. Backends read a :class:`Plan`; they never see the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from granikv_sglang.core import Reason, Regime, Span
+
+Path = Sequence[tuple[int, Span]]
+"""The HOT nodes of one request, ``(node id, span)``, root first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One contiguous stretch of shared prefix and the batch rows that share it: read once for all of them."""
+
+    start: int
+    tokens: int
+    rows: tuple[int, ...]
+    node_id: int
+
+    @property
+    def tokens_not_reread(self) -> int:
+        return self.tokens * (len(self.rows) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The regime of one forward pass and why it was chosen."""
+
+    regime: Regime
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Host plan of one decode pass.
+
+    Attributes:
+        decision: regime and reason; ``items`` is empty exactly when the regime is UNIFORM.
+        items: forest of shared stretches; a row's items together cover a leading span of its tokens.
+        coverage: int32 ``[rows]``, tokens of each row covered by its items; the rest is its COLD tail.
+        version: grows with every newly built plan; equal versions mean equal plans, so uploads may be reused.
+    """
+
+    decision: Decision
+    items: tuple[Item, ...]
+    coverage: npt.NDArray[np.int32]
+    version: int
+
+    @property
+    def rows(self) -> int:
+        return int(self.coverage.shape[0])
+
+    @property
+    def shared(self) -> bool:
+        return self.decision.regime is not Regime.UNIFORM
+
+    @property
+    def tokens_not_reread(self) -> int:
+        """Prefix tokens that UNIFORM would read again in one layer of this pass."""
+        return sum(item.tokens_not_reread for item in self.items)
+
+
+def uniform_plan(rows: int, reason: Reason, version: int = 0) -> Plan:
+    """A plan that leaves the pass to the stock backend."""
+    return Plan(Decision(Regime.UNIFORM, reason), (), np.zeros(rows, dtype=np.int32), version)

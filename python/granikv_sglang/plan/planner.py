@@ -1,0 +1,69 @@
+"""The per-step cache around the plan: a decode step changes no prefix, so most steps reuse the last plan as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from granikv_sglang.core import Counters, Reason, Regime
+from granikv_sglang.plan.base import Path, Plan, uniform_plan
+from granikv_sglang.plan.classify import Features, StaticClassifier
+from granikv_sglang.plan.forest import build_items, coverage_of
+
+
+class Planner:
+    """Builds the plan of each decode pass on the host; holds the last one.
+
+    Args:
+        classifier: chooses the regime.
+        token_bytes: K and V bytes of one token in one layer on this rank.
+        gqa: query heads per KV head.
+        layers: layers of this rank, for the bytes counter.
+    """
+
+    def __init__(
+        self, classifier: StaticClassifier, *, token_bytes: int, gqa: int, layers: int, counters: Counters
+    ) -> None:
+        self._classifier = classifier
+        self._token_bytes = token_bytes
+        self._gqa = gqa
+        self._layers = layers
+        self._counters = counters
+        self._key: Hashable = None
+        self._plan: Plan | None = None
+        self._version = 0
+
+    def decode(self, key: Hashable, paths: Callable[[], Sequence[Path]]) -> Plan:
+        """The plan of a decode pass.
+
+        ``key`` stands for the batch's membership and the tree's epoch; ``paths`` is called only when it has changed.
+        """
+        if self._plan is None or key != self._key:
+            self._plan = self._build(paths())
+            self._key = key
+            self._counters.plans_built += 1
+        else:
+            self._counters.plans_reused += 1
+        self._count(self._plan)
+        return self._plan
+
+    def other(self, rows: int) -> Plan:
+        """The plan of a pass that is not a plain decode: always UNIFORM."""
+        plan = uniform_plan(rows, Reason.NOT_DECODE)
+        self._count(plan)
+        return plan
+
+    def _build(self, paths: Sequence[Path]) -> Plan:
+        self._version += 1
+        items = build_items(paths, self._classifier.thresholds.min_item_tokens)
+        decision = self._classifier.classify(Features(items, len(paths), self._token_bytes, self._gqa))
+        if decision.regime is Regime.UNIFORM:
+            return uniform_plan(len(paths), decision.reason, self._version)
+        coverage = coverage_of(items, len(paths)).astype(np.int32)
+        return Plan(decision, items, coverage, self._version)
+
+    def _count(self, plan: Plan) -> None:
+        self._counters.steps[(plan.decision.regime, plan.decision.reason)] += 1
+        self._counters.shared_rows += int(np.count_nonzero(plan.coverage)) if plan.shared else 0
+        self._counters.bytes_not_reread += plan.tokens_not_reread * self._token_bytes * self._layers

@@ -1,0 +1,61 @@
+"""The CPU platform plug-in: makes ``--device cpu`` work in SGLang without AMX and without vLLM.
+
+Entry point of group ``sglang.srt.platforms``. It activates only on a machine without a GPU, so that an NVIDIA host keeps
+SGLang's own platform. Upstream contract: ``sglang.srt.platforms.interface.SRTPlatform``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# SGLang resolves the platform while its own packages are half imported: anything from sglang.srt.mem_cache at module level
+# here would be a circular import, so those two classes are imported where they are used.
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.device_mixin import PlatformEnum
+
+
+def activate() -> str | None:
+    """Return the platform class's path, or None where an accelerator is present (then SGLang picks its own)."""
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        return None
+    return "granikv_sglang.plugin.platform.GraniCpuPlatform"
+
+
+def build_stock_allocator(size: int, *, page_size: int, **kwargs: Any) -> Any:
+    """The allocator stock SGLang uses for ``page_size``, behind the call shape of an out-of-tree platform.
+
+    Upstream asks a platform for one paged class whatever the page size; in tree it takes the token-level one at page
+    size 1. ``size`` is in tokens.
+    """
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator  # noqa: PLC0415
+
+    if page_size == 1:
+        return TokenToKVPoolAllocator(size, **kwargs)
+    return PagedTokenToKVPoolAllocator(size, page_size=page_size, **kwargs)
+
+
+class GraniCpuPlatform(CpuSRTPlatform):
+    """SGLang's CPU platform, presented as out-of-tree so that torch-native code paths are taken on any x86 or Arm CPU."""
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: PLC0415
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> Any:
+        # GraniKV's own allocator comes in through the hook on _build_token_to_kv_pool_allocator, the same seam as on CUDA.
+        return build_stock_allocator
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        # Upstream switches graphs off for the *name* torch_native; ours wraps it and needs the same answer.
+        server_args.disable_cuda_graph = True

@@ -1,0 +1,140 @@
+"""The one object a process has of GraniKV: handlers of every hook, factories, and the plan of the forward in flight.
+
+Created by :func:`granikv_sglang.plugin.register` and reached only through the hooks and factories it hands to SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+from granikv_sglang.backends import build_engine
+from granikv_sglang.backends.attention import GraniKVAttnBackend
+from granikv_sglang.config import NAME, GraniKVConfig
+from granikv_sglang.core import Counters, GraniKVError, Regime
+from granikv_sglang.plan import CPU_THRESHOLDS, CUDA_THRESHOLDS, Plan, Planner, StaticClassifier
+from granikv_sglang.plugin import checks
+from granikv_sglang.plugin.hooks import Recorder
+from granikv_sglang.plugin.metrics import Metrics
+from granikv_sglang.plugin.promoter import Promoter, live_requests
+from granikv_sglang.plugin.state import state_of
+from granikv_sglang.pools.allocator import ElasticAllocator
+from granikv_sglang.tree.radix import GraniRadixCache
+
+
+class Runtime:
+    """Holds what belongs together in one scheduler process; nothing else keeps state outside the SGLang objects."""
+
+    def __init__(self, config: GraniKVConfig) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.recorder = Recorder(self)
+        self.stock_backend = _stock_backend(config)
+        self.tree: GraniRadixCache | None = None
+        self._planner: Planner | None = None
+        self._promoter: Promoter | None = None
+        self._metrics: Metrics | None = None
+        self._plan: Plan | None = None
+
+    # -- factories -----------------------------------------------------------------------------------------------------
+
+    def build_tree(self, context: Any) -> GraniRadixCache:
+        """Radix-cache factory. Raises GraniKVError when a hook is missing or the configuration is unsupported."""
+        self._require_sound(context.server_args, context.model_config)
+        if not isinstance(context.params.token_to_kv_pool_allocator, ElasticAllocator):
+            raise GraniKVError("the allocator is not GraniKV's: its hook did not run; GraniKV refuses to serve")
+        tree = GraniRadixCache(context.params, self.counters)
+        pool = tree.allocator.get_kvcache()
+        text = context.model_config
+        kv_heads, head_dim = pool.k_buffer[0].shape[1], pool.k_buffer[0].shape[2]
+        heads = text.num_attention_heads // context.tp_size
+        device_is_cuda = pool.k_buffer[0].is_cuda
+        self.tree = tree
+        self._promoter = Promoter(tree, self.config, self.counters)
+        self._planner = Planner(
+            StaticClassifier(CUDA_THRESHOLDS if device_is_cuda else CPU_THRESHOLDS, _forced(self.config.regime)),
+            token_bytes=2 * kv_heads * head_dim * pool.k_buffer[0].element_size(),
+            gqa=max(1, heads // kv_heads),
+            layers=len(pool.k_buffer),
+            counters=self.counters,
+        )
+        if context.server_args.enable_metrics:
+            self._metrics = Metrics(context.server_args.served_model_name or "", context.tp_rank)
+        return tree
+
+    def build_attention(self, runner: Any) -> GraniKVAttnBackend:
+        """Attention-backend factory: the stock backend, wrapped."""
+        self._require_sound(runner.server_args, runner.model_config)
+        return GraniKVAttnBackend(
+            ATTENTION_BACKENDS[self.stock_backend](runner),
+            build_engine("torch"),
+            lambda: self._plan,
+            runner.req_to_token_pool.req_to_token,
+            runner.token_to_kv_pool,
+        )
+
+    def _require_sound(self, server_args: Any, model_config: Any) -> None:
+        checks.selected(server_args)
+        checks.refuse_unsupported(server_args)
+        checks.refuse_model(model_config)
+        if self.stock_backend not in ATTENTION_BACKENDS or self.stock_backend == NAME:
+            raise GraniKVError(f"--granikv-stock-backend {self.stock_backend!r} is not an attention backend of SGLang")
+        self.recorder.require_landed()
+
+    # -- hook handlers (see hooks.TABLE) -------------------------------------------------------------------------------
+
+    def build_allocator(self, original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+        if kwargs["token_to_kv_pool_allocator"] is not None or not checks.selected(configurator.server_args):
+            return original(configurator, **kwargs)
+        return ElasticAllocator(
+            kwargs["sizes"].max_total_num_tokens,
+            dtype=configurator.kv_cache_dtype,
+            device=configurator.device,
+            kvcache=kwargs["token_to_kv_pool"],
+        )
+
+    def at_safe_point(self, original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
+        if self._promoter is not None:
+            self._promoter.at_safe_point(scheduler, running_batch, last_batch)
+        return original(scheduler, running_batch=running_batch, last_batch=last_batch)
+
+    def around_run_batch(self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+        if self._planner is None:
+            return original(scheduler, batch, *args, **kw)
+        self._plan = self._plan_for(batch)
+        try:
+            return original(scheduler, batch, *args, **kw)
+        finally:
+            self._plan = None
+            if self._metrics is not None and self.tree is not None:
+                self._metrics.publish(self.counters, self.tree)
+
+    def after_internal_state(self, result: Any, scheduler: Any, _request: Any) -> Any:
+        if self.tree is not None:
+            live = live_requests(scheduler.running_batch, scheduler.last_batch, scheduler.chunked_req)
+            result.internal_state[NAME] = state_of(self.config, self.stock_backend, self.tree, live)
+        return result
+
+    def around_support_triton(self, original: Callable[..., Any], backend: str) -> Any:
+        return original(self.stock_backend if backend == NAME else backend)
+
+    def _plan_for(self, batch: Any) -> Plan:
+        assert self._planner is not None and self.tree is not None
+        if not batch.forward_mode.is_decode():
+            return self._planner.other(len(batch.reqs))
+        tree, reqs = self.tree, batch.reqs
+        key = (tree.epoch, tuple((req.rid, req.last_node.id) for req in reqs))
+        return self._planner.decode(key, lambda: [tree.hot_path(req.last_node) for req in reqs])
+
+
+def _stock_backend(config: GraniKVConfig) -> str:
+    if config.stock_backend != "auto":
+        return config.stock_backend
+    return "flashinfer" if torch.cuda.is_available() else "torch_native"
+
+
+def _forced(regime: str) -> Regime | None:
+    return None if regime == "auto" else Regime(regime)

@@ -1,0 +1,36 @@
+"""GraniKV's state as JSON-ready values, for /get_server_info."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from granikv_sglang import __version__
+from granikv_sglang.config import GraniKVConfig
+from granikv_sglang.tree.radix import GraniRadixCache
+
+
+def state_of(config: GraniKVConfig, stock_backend: str, tree: GraniRadixCache, live: list[Any]) -> dict[str, Any]:
+    """What the arena holds and what has happened so far.
+
+    ``extents`` lists HOT nodes by first slot: ``start`` and ``tokens`` in slots, ``members`` the live requests below the
+    node. ``pool.largest_free_run`` is in slots. Counters are those of :class:`granikv_sglang.core.Counters`.
+    """
+    members: Counter[int] = Counter(node_id for req in live for node_id, _ in tree.hot_path(req.last_node))
+    return {
+        "version": __version__,
+        "options": dataclasses.asdict(config),
+        "stock_backend": stock_backend,
+        "extents": [
+            {"node": node_id, "start": span.start, "tokens": span.length, "members": members[node_id]}
+            for node_id, span in tree.extents()
+        ],
+        "hot_tokens": tree.hot_tokens(),
+        "pool": {
+            "slots": tree.allocator.size,
+            "free": tree.allocator.available_size(),
+            "largest_free_run": tree.allocator.largest_free_run(),
+        },
+        "counters": tree.counters.as_dict(),
+    }

@@ -1,0 +1,233 @@
+"""GraniRadixCache: SGLang's radix tree, with long shared root paths swung onto contiguous HOT spans.
+
+Thin adapter: matching, locking, insertion and eviction stay upstream's. What is added is a table from node to span, kept
+right through split, eviction and flush, and the promotion that swings a path onto an extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+from granikv_sglang.core import Counters, Decline, Span
+from granikv_sglang.pools.allocator import ElasticAllocator
+from granikv_sglang.tree.policy import NodeView, Segment
+from granikv_sglang.tree.room import BLOCKED, FREE, least_recent_window
+
+EXTENT_ALIGN = 256
+"""Every extent starts at a multiple of this many slots, so that a 256-token page view and a tensor map both fit."""
+
+CopySlots = Callable[[torch.Tensor, torch.Tensor], None]
+"""``copy(source_slots, destination_slots)`` moves K and V of all layers on the stream that runs forwards."""
+
+
+class GraniRadixCache(RadixCache):
+    """Radix cache whose nodes are HOT (one contiguous span each) or COLD (any slots).
+
+    A HOT node's parent is HOT or the root, so HOT covers a leading span of every request. ``epoch`` changes whenever the
+    path of an existing node may have changed (split, promotion, eviction, flush); it keys cached plans.
+
+    Upstream contract: ``sglang.srt.mem_cache.radix_cache.RadixCache`` at 0.5.17, the methods overridden below.
+    """
+
+    def __init__(self, params: CacheInitParams, counters: Counters) -> None:
+        self.hot: dict[int, Span] = {}
+        self.epoch = 0
+        self.counters = counters
+        self.allocator: ElasticAllocator = params.token_to_kv_pool_allocator  # type: ignore[assignment]
+        super().__init__(params)
+
+    # -- what upstream calls -------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        super().reset()
+        self.hot.clear()
+        self.epoch += 1
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        upper = super()._split_node(key, child, split_len)
+        span = self.hot.get(child.id)
+        if span is not None:
+            # No copy: two nodes over two sub-runs. Only the first keeps an aligned start.
+            self.hot[upper.id], self.hot[child.id] = span.split(split_len)
+            self.counters.hot_splits += 1
+        self.epoch += 1
+        return upper
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        span = self.hot.pop(node.id, None)
+        if span is not None:
+            self.counters.hot_evictions += 1
+            self.counters.hot_evicted_tokens += span.length
+            self.epoch += 1
+
+    # -- what the planner and the policy read --------------------------------------------------------------------------
+
+    def hot_path(self, node: TreeNode | None) -> tuple[tuple[int, Span], ...]:
+        """``(node id, span)`` of the HOT nodes on the way from the root to ``node``, top first: a leading span."""
+        path = []
+        while node is not None and node is not self.root_node:
+            span = self.hot.get(node.id)
+            if span is not None:
+                path.append((node.id, span))
+            node = node.parent
+        return tuple(reversed(path))
+
+    def views(self, holders: Iterable[tuple[TreeNode, int]]) -> list[NodeView]:
+        """Policy views of every node that live requests hold, parents before children.
+
+        ``holders`` gives each live request's last node and the decode steps it may still take.
+        """
+        held: dict[int, list[int]] = {}
+        order: list[TreeNode] = []
+        for last_node, remaining in holders:
+            path = []
+            node = last_node
+            while node is not self.root_node:
+                path.append(node)
+                node = node.parent
+            for node in reversed(path):
+                if node.id not in held:
+                    held[node.id] = []
+                    order.append(node)
+                held[node.id].append(remaining)
+        views: dict[int, NodeView] = {}
+        for node in order:
+            above = views.get(node.parent.id)
+            views[node.id] = NodeView(
+                node_id=node.id,
+                parent_id=above.node_id if above else None,
+                tokens=len(node.key),
+                path_tokens=len(node.key) + (above.path_tokens if above else 0),
+                hot=node.id in self.hot,
+                remaining=tuple(held[node.id]),
+            )
+        return list(views.values())
+
+    # -- promotion -----------------------------------------------------------------------------------------------------
+
+    def promote(
+        self, segment: Segment, last_node: TreeNode, copy: CopySlots
+    ) -> tuple[int, torch.Tensor, torch.Tensor] | Decline:
+        """Copy a COLD segment into one extent and swing its nodes there.
+
+        Args:
+            segment: nodes to promote, from the policy; the segment's parent is HOT or the root.
+            last_node: any node at or below the segment's last one, to find the nodes by.
+            copy: moves the KV of all layers.
+
+        Returns:
+            ``(offset, old, new)``: the tokens before the segment on its root path, and the int64 slot ids before and after.
+            The caller swings everything else that caches the old ids, then frees ``old``. Or the reason it was declined;
+            nothing has changed then.
+        """
+        nodes = self._segment_nodes(segment, last_node)
+        start = self.allocator.alloc_run(segment.tokens, EXTENT_ALIGN)
+        if start is None and self._make_room(segment.tokens):
+            start = self.allocator.alloc_run(segment.tokens, EXTENT_ALIGN)
+        if start is None:
+            return Decline.NO_ROOM
+        new = torch.arange(start, start + segment.tokens, dtype=torch.int64, device=self.device)
+        old = torch.cat([node.value for node in nodes])
+        try:
+            copy(old, new)
+        except RuntimeError:
+            # Out of memory for a staging buffer, say. HOT is an optimisation: give the run back, serve from COLD.
+            self.allocator.free(new)
+            return Decline.COPY_FAILED
+        offset = self._tokens_above(nodes[0])
+        at = start
+        for node in nodes:
+            length = len(node.key)
+            node.value = new[at - start : at - start + length]
+            self.hot[node.id] = Span(at, length)
+            at += length
+        self.epoch += 1
+        self.counters.promotions += 1
+        self.counters.extended_promotions += offset > 0
+        self.counters.promoted_tokens += segment.tokens
+        return offset, old, new
+
+    def _segment_nodes(self, segment: Segment, node: TreeNode) -> list[TreeNode]:
+        wanted = set(segment.node_ids)
+        found = []
+        while node is not self.root_node:
+            if node.id in wanted:
+                found.append(node)
+            node = node.parent
+        found.reverse()
+        if tuple(n.id for n in found) != segment.node_ids:
+            raise ValueError(f"segment {segment.node_ids} is not on the path of the node given")
+        return found
+
+    def _tokens_above(self, node: TreeNode) -> int:
+        tokens = 0
+        node = node.parent
+        while node is not self.root_node:
+            tokens += len(node.key)
+            node = node.parent
+        return tokens
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, length: int) -> bool:
+        """Evict the least recently used unlocked nodes that stand in one window of ``length`` slots; False if none can."""
+        rank_of = self._recency_ranks()
+        evictable = sum(len(node.key) for node in rank_of)
+        if self.allocator.available_size() + evictable < length:
+            return False
+        rank = np.full(self.allocator.size + 1, BLOCKED, dtype=np.int64)
+        rank[self.allocator.free_slots().cpu().numpy()] = FREE
+        slots = {node: node.value.cpu().numpy() for node in rank_of}
+        for node, position in rank_of.items():
+            rank[slots[node]] = position
+        start = least_recent_window(rank, length, EXTENT_ALIGN)
+        if start is None:
+            return False
+        in_way = {n for n, s in slots.items() if bool(((s >= start) & (s < start + length)).any())}
+        for node in rank_of:  # children come before parents
+            if node in in_way or self._has_ancestor_in(node, in_way):
+                self.allocator.free(node.value)
+                self._delete_leaf(node)
+                self._record_remove_event(node)
+                self.counters.room_evictions += 1
+        return True
+
+    def _recency_ranks(self) -> dict[TreeNode, int]:
+        """Unlocked nodes, children before parents, to a rank from 1 (oldest); a parent is as recent as its newest child."""
+        order: list[TreeNode] = []
+        stack = [self.root_node]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node is not self.root_node and node.lock_ref == 0:
+                order.append(node)
+        order.reverse()
+        by_age = sorted(order, key=lambda n: (n.last_access_time, n.id))
+        rank = {node: i + 1 for i, node in enumerate(by_age)}
+        for node in order:
+            if node.parent in rank:
+                rank[node.parent] = max(rank[node.parent], rank[node])
+        return {node: rank[node] for node in order}
+
+    def _has_ancestor_in(self, node: TreeNode, nodes: set[TreeNode]) -> bool:
+        while node is not self.root_node:
+            if node in nodes:
+                return True
+            node = node.parent
+        return False
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def extents(self) -> Sequence[tuple[int, Span]]:
+        """``(node id, span)`` of every HOT node, by first slot."""
+        return sorted(self.hot.items(), key=lambda item: item[1].start)
+
+    def hot_tokens(self) -> int:
+        """Tokens held in HOT spans."""
+        return sum(span.length for span in self.hot.values())
