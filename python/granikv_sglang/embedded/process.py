@@ -82,4 +82,4 @@ def _essence(text: str) -> str:
     lines = [line.lstrip(_DECORATION).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.lower().startswith(("hint:", "warning:"))]
     heads = [line for line in lines if line.lower().startswith("error")][:1]
-    return ": ".join(dict.fromkeys(heads + lines[-1:]))
+    return ": ".join(dict.fromkeys(heads + lines[-1:])).rstrip(".")
