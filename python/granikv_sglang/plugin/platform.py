@@ -57,5 +57,12 @@ class GraniCpuPlatform(CpuSRTPlatform):
         return "native"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        # Upstream switches graphs off for the *name* torch_native; ours wraps it and needs the same answer.
-        server_args.disable_cuda_graph = True
+        from sglang.srt.model_executor.cuda_graph_config import Backend  # noqa: PLC0415
+        from sglang.srt.utils.common import cpu_has_amx_support  # noqa: PLC0415
+
+        # Upstream's x86 default needs AMX; without it that backend's kernels do not exist.
+        if server_args.attention_backend == "intel_amx" and not cpu_has_amx_support():
+            server_args.attention_backend = "torch_native"
+        # Upstream switches graphs off for the *name* torch_native; a backend that wraps it needs the same answer.
+        server_args.cuda_graph_config.decode.backend = Backend.DISABLED
+        server_args.cuda_graph_config.prefill.backend = Backend.DISABLED

@@ -43,7 +43,7 @@ class Runtime:
 
     def build_tree(self, context: Any) -> GraniRadixCache:
         """Radix-cache factory. Raises GraniKVError when a hook is missing or the configuration is unsupported."""
-        self._require_sound(context.server_args, context.model_config)
+        self.require_sound(context.server_args, context.model_config)
         if not isinstance(context.params.token_to_kv_pool_allocator, ElasticAllocator):
             raise GraniKVError("the allocator is not GraniKV's: its hook did not run; GraniKV refuses to serve")
         tree = GraniRadixCache(context.params, self.counters)
@@ -67,7 +67,7 @@ class Runtime:
 
     def build_attention(self, runner: Any) -> GraniKVAttnBackend:
         """Attention-backend factory: the stock backend, wrapped."""
-        self._require_sound(runner.server_args, runner.model_config)
+        self.require_sound(runner.server_args, runner.model_config)
         return GraniKVAttnBackend(
             ATTENTION_BACKENDS[self.stock_backend](runner),
             build_engine("torch"),
@@ -76,7 +76,8 @@ class Runtime:
             runner.token_to_kv_pool,
         )
 
-    def _require_sound(self, server_args: Any, model_config: Any) -> None:
+    def require_sound(self, server_args: Any, model_config: Any) -> None:
+        """The self-check: raises GraniKVError unless flags and model are supported and every hook is in place."""
         checks.selected(server_args)
         checks.refuse_unsupported(server_args)
         checks.refuse_model(model_config)
