@@ -37,9 +37,11 @@ test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
 	@$(PY) -m pytest -m gpu $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
-	@$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	@failed=0   # all three speak, whichever fails first
+	$(PY) -m ruff check . || failed=1
+	$(PY) -m ruff format --check . || failed=1
+	$(PY) -m mypy || failed=1
+	exit $$failed
 
 fmt: $(STAMP) ## format and mend what ruff can mend
 	@$(PY) -m ruff format .
