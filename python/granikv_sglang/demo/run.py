@@ -1,0 +1,207 @@
+"""The demo from start to end: two servers, one set of requests, one comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+from granikv_sglang.core import GraniKVError
+from granikv_sglang.demo import report
+from granikv_sglang.demo.client import MODEL, Answer, Round, ask_all, top_two, warm_up
+from granikv_sglang.demo.compare import Verdict, first_difference, judge
+from granikv_sglang.demo.measure import decode_speeds
+from granikv_sglang.demo.progress import Progress
+from granikv_sglang.demo.servers import MILESTONES, Server, free_ports, wait_ready
+from granikv_sglang.demo.teams import TEAMS, Agent, roster
+from granikv_sglang.embedded import EmbeddedModelError, ensure_model
+
+# Same for both sides. float32 is named because SGLang makes float16 of a float32 checkpoint otherwise: slower on a CPU,
+# and far noisier. The pool holds both teams twice over. An idle server sleeps: the other side has the cores to itself.
+COMMON_FLAGS = ("--dtype", "float32", "--max-total-tokens", "16384", "--sleep-on-idle", "--served-model-name", MODEL)
+SIDES: tuple[tuple[str, tuple[str, ...]], ...] = (("GraniKV", ()), ("stock", ("--granikv-off",)))
+
+
+class DemoFailed(GraniKVError):
+    """The demo ran to its end and did not show what it must show."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command line of the demo."""
+
+    per_team: int
+    max_tokens: int
+    json_only: bool
+
+
+def run(options: Options) -> int:
+    """Run the demo and print its results; returns the exit code. Raises GraniKVError with a message for the user."""
+    begin = time.perf_counter()
+    try:
+        ensure_model()
+    except EmbeddedModelError as error:
+        raise GraniKVError(str(error)) from error
+    folder = Path(tempfile.mkdtemp(prefix="granikv-demo-"))
+    servers: list[Server] = []
+    keep_logs = False
+    try:
+        if not options.json_only:
+            print(report.introduction(options.per_team, options.max_tokens), flush=True)
+        # A start counts as much as the tokens of half a side: about what it takes.
+        tokens = len(TEAMS) * options.per_team * options.max_tokens
+        milestone = max(1, tokens // (2 * len(MILESTONES)))
+        with Progress(2 * (milestone * len(MILESTONES) + tokens)) as progress:
+            progress.phase("starting two servers")
+            for (name, flags), port in zip(SIDES, free_ports(len(SIDES)), strict=True):
+                servers.append(Server(name, port, (*COMMON_FLAGS, *flags), folder))
+
+            def waiting(milestones: int) -> None:
+                progress.advance(milestones * milestone)
+                progress.tick()
+
+            wait_ready(servers, waiting)
+            outcome = asyncio.run(_both_rounds(servers[0], servers[1], options, progress))
+            progress.phase("stopping the servers")
+            _stop(servers)
+        return _print_results(outcome, options, time.perf_counter() - begin)
+    except DemoFailed:
+        raise
+    except GraniKVError:
+        # The message names a log in this folder.
+        keep_logs = True
+        raise
+    finally:
+        _stop(servers)
+        if not keep_logs:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Both rounds, what GraniKV's counters grew by, and a verdict for each request whose tokens differ."""
+
+    ours: Round
+    stock: Round
+    delta: dict[str, Any]
+    verdicts: list[tuple[Answer, Verdict]]
+
+
+async def _both_rounds(ours: Server, stock: Server, options: Options, progress: Progress) -> Outcome:
+    agents = roster(options.per_team)
+
+    def say(answer: Answer) -> None:
+        if not options.json_only:
+            progress.say(report.transcript_entry(answer))
+
+    async with _ticking(progress):
+        progress.phase("warm-up")
+        for server in (ours, stock):
+            await warm_up(server)
+        before = await asyncio.to_thread(ours.granikv_state)
+        our_round = await _round(ours, agents, options, progress, say)
+        after = await asyncio.to_thread(ours.granikv_state)
+        stock_round = await _round(stock, agents, options, progress, lambda _: None)
+        progress.phase("comparing tokens")
+        verdicts = await asyncio.to_thread(_verdicts, ours, stock, our_round, stock_round)
+    delta = report.counters_between(before.get("counters", {}), after.get("counters", {}))
+    return Outcome(our_round, stock_round, delta, verdicts)
+
+
+async def _round(
+    server: Server,
+    agents: list[Agent],
+    options: Options,
+    progress: Progress,
+    on_answer: Callable[[Answer], None],
+) -> Round:
+    done = 0
+
+    def on_token(new: int) -> None:
+        nonlocal done
+        done += new
+        progress.advance(new)
+        progress.phase(f"{server.name}: {done}/{len(agents) * options.max_tokens} tokens")
+
+    # Reading the prompts takes most of the wait for the first token.
+    progress.phase(f"{server.name}: reading prompts")
+    return await ask_all(server, agents, options.max_tokens, on_token, on_answer)
+
+
+def _verdicts(ours: Server, stock: Server, our_round: Round, stock_round: Round) -> list[tuple[Answer, Verdict]]:
+    """A verdict for each request whose tokens differ, with both servers asked about the place where they part."""
+    found = []
+    for mine, theirs in zip(our_round.answers, stock_round.answers, strict=True):
+        difference = first_difference(mine.token_ids, theirs.token_ids)
+        if difference is not None:
+            so_far = [*mine.prompt_ids, *mine.token_ids[: difference.at]]
+            found.append((mine, judge(difference, top_two(ours, so_far), top_two(stock, so_far))))
+    return found
+
+
+def _print_results(outcome: Outcome, options: Options, seconds: float) -> int:
+    ours, stock = outcome.ours, outcome.stock
+    speeds = decode_speeds(*([answer.stamps for answer in side.answers] for side in (ours, stock)))
+    counts = (sum(len(a.token_ids) for a in ours.answers), sum(len(a.token_ids) for a in stock.answers))
+    ties = sum(verdict.tie for _, verdict in outcome.verdicts)
+    equal = ties == len(outcome.verdicts)
+    shared_steps = int(outcome.delta.get("shared_steps", 0))
+    extents = ours.snapshot.get("extents", [])
+    summary = {
+        "requests": len(ours.answers),
+        "prefix_groups": sum(extent["members"] >= 2 for extent in extents),
+        "hot_tokens": int(ours.snapshot.get("hot_tokens", 0)),
+        "shared_steps": shared_steps,
+        "tokens_equal_to_stock": equal,
+        "prefix_bytes_not_reread": int(outcome.delta.get("bytes_not_reread", 0)),
+        "decode_speedup_vs_stock": round(speeds[0].per_second / speeds[1].per_second, 2) if speeds else None,
+        "ties": ties,
+        "output_tokens": counts[0],
+        "decode_tokens_per_second": [round(speed.per_second, 1) for speed in speeds] if speeds else None,
+        "versions": {
+            "python": python_version(),
+            **{name: version(name) for name in ("granikv-sglang", "sglang", "torch", "openai")},
+        },
+        "seconds": round(seconds, 1),
+    }
+    if not options.json_only:
+        print(report.hot_report(ours.snapshot, outcome.delta))
+        print(report.speed_report(speeds, counts, (ours.seconds, stock.seconds)))
+        print(report.equality_report(len(ours.answers), counts[0], outcome.verdicts))
+        print()
+    print(json.dumps(summary), flush=True)
+    if not equal:
+        raise DemoFailed("tokens differ from stock SGLang beyond a tie; the lines above say where")
+    if not shared_steps:
+        raise DemoFailed("no decode step read a shared prefix once: GraniKV did nothing")
+    return 0
+
+
+def _stop(servers: list[Server]) -> None:
+    for server in servers:
+        server.stop()
+
+
+@contextlib.asynccontextmanager
+async def _ticking(progress: Progress) -> AsyncIterator[None]:
+    """Keeps the bar's clock moving while the servers work."""
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            progress.tick()
+
+    task = asyncio.create_task(tick())
+    try:
+        yield
+    finally:
+        task.cancel()

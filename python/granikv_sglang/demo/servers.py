@@ -1,0 +1,146 @@
+"""A server of the demo: a subprocess on a free port, its log in a file, stopped whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from granikv_sglang.core import GraniKVError
+
+HOST = "127.0.0.1"
+START_SECONDS = 400.0
+STOP_SECONDS = 15.0
+
+# Lines of SGLang's log that mark how far a start has come. Cosmetic: a missing one only makes the bar jump later.
+MILESTONES = (
+    "server_args=",
+    "Load weight begin",
+    "Load weight end",
+    "KV Cache is allocated",
+    "Application startup complete",
+)
+
+# The demo talks to this machine only: a proxy from the environment must not see it.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on at this moment, all different."""
+    with contextlib.ExitStack() as stack:
+        # All are held until the last is found: a port given back at once may be handed out again.
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((HOST, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+class Server:
+    """One server process. ``name`` is for messages; ``log`` is the file with all its output."""
+
+    def __init__(self, name: str, port: int, args: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self.port = port
+        self.log = folder / f"{name.lower()}.log"
+        self._milestones = 0
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "granikv_sglang.launch_server", "--host", HOST, "--port", str(self.port), *args],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+                # A group of its own: Ctrl-C reaches the demo alone, which then stops the server in order.
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def poll_ready(self) -> bool:
+        """True once it serves. Raises GraniKVError when it has ended; the message names the log and its last lines."""
+        code = self._process.poll()
+        if code is not None:
+            raise GraniKVError(f"the {self.name} server ended with exit code {code} while starting{self.last_words()}")
+        try:
+            self.get("/health", timeout=5.0, parse=False)
+        except (OSError, http.client.HTTPException):
+            return False
+        return True
+
+    def new_milestones(self) -> int:
+        """How many more of :data:`MILESTONES` the log holds than at the last call."""
+        text = self.log.read_text(errors="replace")
+        seen = sum(mark in text for mark in MILESTONES)
+        new, self._milestones = seen - self._milestones, seen
+        return new
+
+    def last_words(self, lines: int = 8) -> str:
+        """End of a message: where the log is, and its last lines."""
+        text = self.log.read_text(errors="replace").replace("\r", "\n")
+        tail = [line[:200] for line in text.splitlines() if line.strip()][-lines:]
+        return "\n".join([f"; log: {self.log}", *(f"  | {line}" for line in tail)])
+
+    def get(self, path: str, timeout: float = 60.0, parse: bool = True) -> Any:
+        """GET a path of the server; the parsed JSON, or None with ``parse=False``."""
+        return self._open(urllib.request.Request(self.url + path), timeout, parse)
+
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120.0, parse: bool = True) -> Any:
+        """POST JSON to a path of the server."""
+        request = urllib.request.Request(
+            self.url + path, data=json.dumps(body or {}).encode(), headers={"Content-Type": "application/json"}
+        )
+        return self._open(request, timeout, parse)
+
+    def granikv_state(self) -> dict[str, Any]:
+        """GraniKV's part of the server's state; empty on a stock server."""
+        return dict(self.get("/server_info")["internal_states"][0].get("granikv") or {})
+
+    def stop(self) -> None:
+        """End the server: asked first, then made to. Safe to call twice."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGINT, group=False)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        # Its workers are in its process group; normally nobody is left there.
+        self._signal(signal.SIGKILL, group=True)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals, *, group: bool) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if group:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    def _open(self, request: urllib.request.Request, timeout: float, parse: bool) -> Any:
+        with _OPENER.open(request, timeout=timeout) as reply:
+            body = reply.read()
+        return json.loads(body) if parse else None
+
+
+def wait_ready(servers: Sequence[Server], on_wait: Callable[[int], None], limit: float = START_SECONDS) -> None:
+    """Return when all serve; call ``on_wait`` with new milestones about twice a second. Raises GraniKVError."""
+    deadline = time.monotonic() + limit
+    waiting = list(servers)
+    while waiting:
+        waiting = [server for server in waiting if not server.poll_ready()]
+        on_wait(sum(server.new_milestones() for server in servers))
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            slow = waiting[0]
+            raise GraniKVError(f"the {slow.name} server did not start within {limit:.0f} s{slow.last_words()}")
+        time.sleep(0.5)
