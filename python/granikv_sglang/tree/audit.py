@@ -30,30 +30,32 @@ def audit(cache: GraniRadixCache, held: Sequence[HeldRow], req_to_token: torch.T
     request's protected tokens are its path's slots. Reads everything to the host: not for the hot path.
     """
     nodes = _all_nodes(cache)
-    owners: dict[int, str] = {}
-
-    def claim(slots: Sequence[int], owner: str) -> None:
-        for slot in slots:
-            if slot in owners:
-                raise AuditError(f"slot {slot} is held by {owners[slot]} and by {owner}")
-            owners[slot] = owner
-
-    claim(cache.allocator.free_slots().tolist(), "the free list")
+    claims = [("the free list", cache.allocator.free_slots())]
     for node in nodes:
-        claim(node.value.tolist(), f"node {node.id}")
         if len(node.value) != len(node.key):
             raise AuditError(f"node {node.id} has {len(node.key)} tokens but {len(node.value)} slots")
-    for entry in held:
-        if req_to_token is not None:
-            claim(req_to_token[entry.row, entry.protected : entry.allocated].tolist(), f"request row {entry.row}")
-    missing = set(range(1, cache.allocator.size + 1)) - owners.keys()
-    if missing or len(owners) != cache.allocator.size:
-        raise AuditError(f"{len(missing)} slots leaked, first {sorted(missing)[:4]}; {len(owners)} owned")
+        claims.append((f"node {node.id}", node.value))
+    if req_to_token is not None:
+        claims += [(f"request row {h.row}", req_to_token[h.row, h.protected : h.allocated].long()) for h in held]
+    _check_owners(claims, cache.allocator.size)
     _check_sizes(cache, nodes)
     _check_spans(cache, nodes)
     if req_to_token is not None:
         _check_rows(cache, held, req_to_token)
     cache.counters.audits += 1
+
+
+def _check_owners(claims: list[tuple[str, torch.Tensor]], size: int) -> None:
+    """Every slot of 1..size is claimed exactly once; the padding slot 0 never."""
+    times = torch.bincount(torch.cat([slots for _, slots in claims]), minlength=size + 1)
+    wrong = torch.nonzero(times != 1).flatten().tolist()
+    if wrong == [0] and times[0] == 0 and times.numel() == size + 1:
+        return
+    slot = next(s for s in wrong if s != 0 or times[0] > 0)
+    owners = [owner for owner, slots in claims if bool((slots == slot).any())]
+    if not owners:
+        raise AuditError(f"{int((times[1:] == 0).sum())} slots leaked, first {slot}")
+    raise AuditError(f"slot {slot} of {size} is held by " + " and by ".join(owners))
 
 
 def _all_nodes(cache: GraniRadixCache) -> list[TreeNode]:
