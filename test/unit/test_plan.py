@@ -1,0 +1,130 @@
+"""Forest, groups, classifier and the per-step cache: plain values, no torch."""
+
+import random
+
+import pytest
+
+from granikv_sglang.core import Counters, Reason, Regime, Span
+from granikv_sglang.plan import (
+    CPU_THRESHOLDS,
+    CUDA_THRESHOLDS,
+    Decision,
+    Features,
+    Planner,
+    StaticClassifier,
+    Thresholds,
+    build_items,
+    coverage_of,
+)
+
+TEAM, ROLE_A, ROLE_B = (1, Span(1024, 500)), (2, Span(2048, 100)), (3, Span(2560, 80))
+EAGER = Thresholds(min_saved_bytes=0, gemm_rows=8, min_item_tokens=1)
+
+
+def test_two_levels_make_a_forest_and_cover_a_leading_span():
+    paths = [(TEAM, ROLE_A), (TEAM, ROLE_A), (TEAM, ROLE_B), (TEAM,), ()]
+    items = build_items(paths)
+    assert [(i.start, i.tokens, i.rows) for i in items] == [(1024, 500, (0, 1, 2, 3)), (2048, 100, (0, 1))]
+    assert coverage_of(items, 5).tolist() == [600, 600, 500, 500, 0]
+
+
+def test_several_roots_are_several_groups():
+    other = (9, Span(5120, 300))
+    items = build_items([(TEAM,), (other,), (TEAM,), (other,)])
+    assert [(i.node_id, i.rows) for i in items] == [(1, (0, 2)), (9, (1, 3))]
+
+
+def test_adjoining_nodes_with_the_same_members_are_one_item():
+    upper, lower = (1, Span(1024, 200)), (2, Span(1224, 300))
+    items = build_items([(upper, lower), (upper, lower)])
+    assert [(i.start, i.tokens, i.rows) for i in items] == [(1024, 500, (0, 1))]
+    apart = build_items([(upper, (2, Span(2048, 300)))] * 2)
+    assert len(apart) == 2
+    fewer = build_items([(upper, lower), (upper, lower), (upper,)])
+    assert [(i.tokens, i.rows) for i in fewer] == [(200, (0, 1, 2)), (300, (0, 1))]
+
+
+def test_a_prefix_with_one_member_in_the_batch_is_no_item():
+    assert build_items([(TEAM,), ()]) == ()
+    assert build_items([]) == ()
+
+
+def test_short_items_go_only_where_nothing_hangs_below_them():
+    short, long = (1, Span(1024, 10)), (2, Span(2048, 400))
+    assert build_items([(short,), (short,)], min_item_tokens=16) == ()
+    kept = build_items([(short, long), (short, long), (short,)], min_item_tokens=16)
+    assert [i.tokens for i in kept] == [10, 400]
+    assert coverage_of(kept, 3).tolist() == [410, 410, 10]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_forests_keep_coverage_leading_and_members_identical(seed):
+    rng = random.Random(seed)
+    tree: dict[int, tuple[int, ...]] = {0: ()}
+    spans = {}
+    for node_id in range(1, 30):
+        tree[node_id] = (*tree[rng.randrange(node_id)], node_id)
+        spans[node_id] = Span(node_id * 1000 + rng.randrange(3), rng.randint(1, 90))
+    paths = [[(n, spans[n]) for n in tree[rng.randrange(30)]] for _ in range(40)]
+    items = build_items(paths, min_item_tokens=rng.choice([1, 20, 60]))
+    coverage = coverage_of(items, 40)
+    for row, path in enumerate(paths):
+        slots = [s for _, span in path for s in range(span.start, span.stop)]
+        mine = [s for item in items if row in item.rows for s in range(item.start, item.start + item.tokens)]
+        assert mine == slots[: coverage[row]]
+
+
+@pytest.mark.parametrize(
+    ("members", "tokens", "thresholds", "expected"),
+    [
+        (4, 16384, CUDA_THRESHOLDS, Decision(Regime.CASCADE, Reason.MEMORY_BOUND)),
+        (64, 16384, CUDA_THRESHOLDS, Decision(Regime.BATCHED_GEMM, Reason.COMPUTE_BOUND)),
+        (2, 512, CUDA_THRESHOLDS, Decision(Regime.UNIFORM, Reason.TOO_SMALL)),
+        (2, 512, CPU_THRESHOLDS, Decision(Regime.CASCADE, Reason.MEMORY_BOUND)),
+        (16, 2048, CPU_THRESHOLDS, Decision(Regime.BATCHED_GEMM, Reason.COMPUTE_BOUND)),
+    ],
+)
+def test_static_thresholds(members, tokens, thresholds, expected):
+    items = build_items([((1, Span(256, tokens)),)] * members)
+    assert StaticClassifier(thresholds).classify(Features(items, members, 4096, 4)) == expected
+
+
+def test_forcing_applies_only_where_something_is_shared():
+    forced = StaticClassifier(CUDA_THRESHOLDS, Regime.CASCADE)
+    items = build_items([(TEAM,), (TEAM,)])
+    assert forced.classify(Features(items, 2, 4096, 4)) == Decision(Regime.CASCADE, Reason.FORCED)
+    assert forced.classify(Features((), 2, 4096, 4)) == Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)
+
+
+def test_planner_reuses_the_plan_while_the_key_stands_and_counts_every_pass():
+    counters = Counters()
+    planner = Planner(StaticClassifier(EAGER), token_bytes=10, gqa=3, layers=2, counters=counters)
+    paths = [(TEAM,), (TEAM,), ()]
+    calls = []
+
+    def look():
+        calls.append(1)
+        return paths
+
+    first = planner.decode("a", look)
+    assert planner.decode("a", look) is first
+    second = planner.decode("b", look)
+    assert second.version > first.version
+    assert len(calls) == 2
+    assert (counters.plans_built, counters.plans_reused) == (2, 1)
+    assert counters.bytes_not_reread == 3 * 500 * 10 * 2
+    assert counters.shared_rows == 6
+    assert planner.other(4).rows == 4
+    report = counters.as_dict()
+    assert report["shared_steps"] == 3
+    assert report["steps"]["uniform"] == {"not_decode": 1}
+
+
+def test_a_uniform_plan_has_no_items_and_no_coverage():
+    planner = Planner(
+        StaticClassifier(CUDA_THRESHOLDS), token_bytes=1, gqa=1, layers=1, counters=Counters()
+    )
+    plan = planner.decode("a", lambda: [(TEAM,), (TEAM,)])
+    assert plan.decision == Decision(Regime.UNIFORM, Reason.TOO_SMALL)
+    assert plan.items == ()
+    assert plan.coverage.tolist() == [0, 0]

@@ -1,0 +1,97 @@
+"""Runs and the elastic allocator."""
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
+from granikv_sglang.pools import highest_aligned_start, runs_of
+from granikv_sglang.pools.allocator import RESORT_TOKENS, ElasticAllocator
+
+
+def allocator(size: int = 1024) -> ElasticAllocator:
+    return ElasticAllocator(size, torch.float32, "cpu", None)
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def test_runs_of_finds_maximal_runs():
+    assert runs_of(ids(1, 2, 3, 7, 9, 10)) == [(1, 3), (7, 1), (9, 2)]
+    assert runs_of(ids()) == []
+    assert runs_of(ids(5)) == [(5, 1)]
+
+
+def test_highest_aligned_start_prefers_the_top_and_respects_alignment():
+    assert highest_aligned_start([(1, 1000)], 300, 256) == 512
+    assert highest_aligned_start([(1, 600), (700, 400)], 300, 256) == 768
+    assert highest_aligned_start([(257, 254)], 1, 256) is None
+    assert highest_aligned_start([(256, 256)], 256, 256) == 256
+    assert highest_aligned_start([(256, 256)], 257, 256) is None
+
+
+def test_capacity_is_stock_capacity():
+    stock = TokenToKVPoolAllocator(1000, torch.float32, "cpu", None, False)
+    ours = allocator(1000)
+    assert ours.available_size() == stock.available_size() == 1000
+    assert sorted(ours.alloc(1000).tolist()) == sorted(stock.alloc(1000).tolist())
+    assert ours.alloc(1) is None
+
+
+def test_cold_hands_out_low_slots_first():
+    pool = allocator()
+    first = pool.alloc(100)
+    assert first.tolist() == list(range(1, 101))
+    pool.free(first[10:20])
+    pool.merge_and_sort_free()
+    assert pool.alloc(10).tolist() == list(range(11, 21))
+
+
+def test_freed_slots_come_back_low_first_within_the_slack():
+    pool = allocator(4 * RESORT_TOKENS)
+    for _ in range(3 * RESORT_TOKENS // 64):
+        pool.free(pool.alloc(64))
+    assert int(pool.alloc(64).max()) <= RESORT_TOKENS + 64
+
+
+def test_alloc_run_carves_from_the_top_and_gives_back():
+    pool = allocator()
+    start = pool.alloc_run(300, 256)
+    assert start == 512
+    assert pool.available_size() == 724
+    assert not set(range(512, 812)) & set(pool.alloc(724).tolist())
+    pool.free(torch.arange(512, 812))
+    assert pool.available_size() == 300
+
+
+def test_alloc_run_declines_without_change_when_fragmented():
+    pool = allocator()
+    held = pool.alloc(1024)
+    pool.free(held[::2])
+    assert pool.alloc_run(256, 256) is None
+    assert pool.available_size() == 512
+    assert pool.largest_free_run() == 1
+
+
+@pytest.mark.parametrize("hole", [1, 255, 256, 700, 1024])
+def test_alloc_run_never_hands_out_a_held_slot(hole):
+    pool = allocator()
+    held = pool.alloc(1024)
+    pool.free(held[held != hole])
+    taken: set[int] = set()
+    while (start := pool.alloc_run(100, 256)) is not None:
+        run = set(range(start, start + 100))
+        assert not run & taken
+        assert hole not in run
+        taken |= run
+    assert pool.available_size() == 1023 - len(taken)
+
+
+def test_an_open_free_group_is_not_free_yet():
+    pool = allocator()
+    held = pool.alloc(1024)
+    pool.free_group_begin()
+    pool.free(held)
+    assert pool.alloc_run(10, 256) is None
+    pool.free_group_end()
+    assert pool.alloc_run(10, 256) == 768

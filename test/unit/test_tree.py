@@ -1,0 +1,183 @@
+"""GraniRadixCache on chosen schedules: what the property test hits by chance is pinned down here."""
+
+from array import array
+
+import pytest
+import torch
+
+from granikv_sglang.core import AuditError, Decline, Span
+from support.world import World
+
+
+def words(*parts: tuple[int, int]) -> array:
+    """``(start, length)`` stretches of consecutive token ids."""
+    return array("q", [t for start, length in parts for t in range(start, start + length)])
+
+
+def serve(world: World, tokens: array, **kwargs):
+    req = world.admit(tokens, **kwargs)
+    assert req is not None
+    assert world.prefill(req)
+    return req
+
+
+PREFIX = (1000, 100)
+
+
+def test_promotion_moves_a_shared_prefix_onto_an_aligned_run():
+    world = World()
+    reqs = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2, 3)]
+    free = world.allocator.available_size()
+    world.promote()
+    world.check()
+    ((_, span),) = world.tree.extents()
+    assert span.length == 100
+    assert span.start % 256 == 0
+    assert world.allocator.available_size() == free
+    assert [world.tree.hot_path(r.last_node)[0][1] for r in reqs] == [span] * 3
+    assert world.counters.promoted_tokens == world.tree.hot_tokens() == 100
+
+
+def test_a_later_request_matches_the_hot_slots():
+    world = World()
+    _ = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    world.promote()
+    late = world.admit(words(PREFIX, (9, 5)))
+    assert late is not None
+    ((_, span),) = world.tree.extents()
+    assert late.prefix_indices.tolist() == list(range(span.start, span.stop))
+
+
+def test_a_split_is_two_spans_over_the_same_slots_without_a_copy():
+    world = World()
+    _ = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    world.promote()
+    before = world.tree.extents()[0][1]
+    serve(world, words((1000, 40), (5000, 10)))
+    world.check()
+    spans = [span for _, span in world.tree.extents()]
+    assert spans == [Span(before.start, 40), Span(before.start + 40, 60)]
+    assert world.counters.promotions == 1
+    assert world.counters.hot_splits == 1
+
+
+def test_two_levels_make_two_extents():
+    world = World(min_tokens=64)
+    roles = [serve(world, words(PREFIX, (3000, 50), (i, 3))) for i in (1, 2, 3)]
+    others = [serve(world, words(PREFIX, (i, 3))) for i in (11, 12)]
+    world.promote()
+    world.promote()
+    world.check()
+    assert [span.length for _, span in world.tree.hot_path(roles[0].last_node)] == [100, 50]
+    assert [span.length for _, span in world.tree.hot_path(others[0].last_node)] == [100]
+    assert world.counters.extended_promotions == 1
+
+
+def test_hot_nodes_are_evicted_like_any_other():
+    world = World()
+    reqs = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    world.promote()
+    for req in reqs:
+        world.release(req, insert=True)
+    world.check()
+    assert world.evict(10_000) == 110
+    world.check()
+    assert world.tree.hot == {}
+    assert world.allocator.available_size() == world.allocator.size
+    assert world.counters.hot_evicted_tokens == 100
+
+
+def test_flush_forgets_every_span():
+    world = World()
+    reqs = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    world.promote()
+    for req in reqs:
+        world.release(req, insert=True)
+    world.flush()
+    world.check()
+    assert world.tree.hot == {}
+
+
+def test_equal_text_under_two_keys_never_shares():
+    world = World()
+    ours = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    theirs = [serve(world, words(PREFIX, (i, 5)), extra_key="b") for i in (1, 2)]
+    world.promote()
+    world.promote()
+    world.check()
+    spans = {world.tree.hot_path(req.last_node)[0][1] for req in ours} | {
+        world.tree.hot_path(req.last_node)[0][1] for req in theirs
+    }
+    assert len(spans) == 2
+
+
+def test_no_room_is_declined_once_and_changes_nothing():
+    world = World(slots=300)
+    _ = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    # Hold what is left, so that no run of 100 is free and nothing may be evicted.
+    serve(world, words((7000, world.allocator.available_size() - 60)))
+    world.promote()
+    world.promote()
+    world.check()
+    assert world.counters.declines[Decline.NO_ROOM] == 1
+    assert world.tree.hot == {}
+
+
+def test_room_is_made_by_evicting_unlocked_leaves_that_stand_in_the_way():
+    world = World(slots=800)
+    old = serve(world, words((9000, 600)))
+    _ = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    world.release(old, insert=True)
+    assert world.allocator.largest_free_run() < 100
+    world.promote()
+    world.check()
+    assert world.tree.hot_tokens() == 100
+    assert world.counters.room_evictions == 1
+
+
+def test_a_failed_copy_leaves_the_prefix_cold(monkeypatch):
+    world = World()
+    reqs = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no staging buffer")
+
+    monkeypatch.setattr("granikv_sglang.plugin.promoter.copy_slots_reference", fail)
+    world.promote()
+    world.check()
+    assert world.tree.hot == {}
+    assert world.counters.declines[Decline.COPY_FAILED] == 1
+    assert world.tree.hot_path(reqs[0].last_node) == ()
+
+
+def test_promotion_while_the_same_prompt_is_half_prefilled():
+    world = World()
+    half = world.admit(words(PREFIX, (77, 30)))
+    assert half is not None
+    _ = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    world.prefill(half, 60)
+    world.promote()
+    world.check()
+    world.prefill(half, 110)
+    world.check()
+    world.prefill(half)
+    world.check()
+    assert world.tree.hot_path(half.last_node)[0][1].length == 60 or len(world.tree.hot_path(half.last_node)) >= 1
+
+
+@pytest.mark.parametrize("fault", ["leak", "double", "span", "row"])
+def test_the_audit_notices(fault):
+    world = World()
+    reqs = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    world.promote()
+    if fault == "leak":
+        world.allocator.alloc(3)
+    elif fault == "double":
+        world.allocator.free(reqs[0].last_node.value[:1])
+    elif fault == "span":
+        node_id = world.tree.extents()[0][0]
+        world.tree.hot[node_id] = Span(0, 100)
+    else:
+        world.rows.req_to_token[reqs[0].req_pool_idx, 3] += 1
+    with pytest.raises(AuditError):
+        world.check()
