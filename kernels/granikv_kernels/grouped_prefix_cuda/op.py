@@ -1,0 +1,200 @@
+"""Launch side of the CUDA prefix kernel: plan on the host, run under or outside a CUDA graph."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from granikv_kernels.grouped_prefix_cuda.build import check, load
+from granikv_kernels.grouped_prefix_cuda.planner import Grid, Worklist, plan_worklist
+from granikv_kernels.grouped_prefix_cuda.variants import DEFAULT, Variant, variant_table
+
+_RING = 4  # pinned buffers in turn: a copy still in flight keeps its buffer while the host plans the next batch
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+
+
+class GroupedPrefixCuda:
+    """Buffers and launches for one (heads, head size, type) on one GPU. All layers share it, one stream at a time.
+
+    ``plan`` writes the work list (pinned memory, asynchronous copy, no synchronisation); ``run`` and ``merge`` only
+    launch, so they may be captured, and a replay sees what the last ``plan`` copied.
+    """
+
+    def __init__(
+        self,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        max_pairs: int,
+        device: torch.device | str = "cuda",
+        variant: Variant | None = None,
+        partial_dtype: torch.dtype = torch.float32,
+        max_partial_mib: int = 256,
+        max_rounds: int = 64,
+        trials: bool = False,
+    ) -> None:
+        if dtype not in _DTYPES or q_heads % kv_heads or head_dim not in DEFAULT:
+            raise ValueError(f"unsupported: {dtype}, {q_heads}/{kv_heads} heads of {head_dim}")
+        self.q_heads, self.kv_heads, self.head_dim, self.dtype = q_heads, kv_heads, head_dim, dtype
+        self.gqa = q_heads // kv_heads
+        self.device = torch.device(device)
+        self.variant = variant or DEFAULT[head_dim]
+        self._variant_id = variant_table(trials).index(self.variant)
+        self._lib = load(trials)
+        self._part_half = int(partial_dtype != torch.float32)
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        ctas = sms * self.variant.ctas_per_sm // self.variant.cluster * self.variant.cluster
+        self.grid = Grid(ctas, self.variant.cluster, self.variant.tile_m, self.variant.tile_n)
+        self.max_rounds, self.max_pairs = max_rounds, max_pairs
+
+        # One buffer, one copy per plan: offsets, entries, members, units (whose length varies most: last).
+        self._at_entries = _align(max_pairs + 1)
+        self._at_members = self._at_entries + _align(4 * max_pairs)
+        self._at_units = self._at_members + _align(max_pairs)
+        words = self._at_units + (max_rounds + 1) * ctas * 8
+        self._table = torch.zeros(words, dtype=torch.int32, device=self.device)
+        self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._copied = [torch.cuda.Event() for _ in range(_RING)]
+        self._turn = 0
+        self._maps: dict[tuple[int, ...], ctypes.Array[ctypes.c_char]] = {}
+
+        self.max_partial_rows = max_partial_mib * 2**20 // (head_dim * partial_dtype.itemsize)
+        self.part_out = torch.empty((self.max_partial_rows, head_dim), dtype=partial_dtype, device=self.device)
+        self.part_lse = torch.empty(self.max_partial_rows, dtype=torch.float32, device=self.device)
+        self.worklist: Worklist | None = None
+
+    def plan(
+        self,
+        item_start: Sequence[int],
+        item_len: Sequence[int],
+        member_rows: Sequence[Sequence[int] | np.ndarray],
+        rows: int | None = None,
+    ) -> Worklist:
+        """Set the items. With ``rows`` the merge groups are the batch's rows, else the (item, member) pairs."""
+        members = np.array([len(m) for m in member_rows], dtype=np.int64)
+        flat = (
+            np.concatenate([np.asarray(m, dtype=np.int64) for m in member_rows])
+            if len(member_rows)
+            else np.zeros(0, int)
+        )
+        pairs = flat.size
+        work = plan_worklist(item_start, item_len, members, self.kv_heads, self.gqa, self.grid)
+        if pairs > self.max_pairs or (rows or 0) > self.max_pairs:
+            raise ValueError(f"{pairs} (item, member) pairs, room for {self.max_pairs}")
+        if work.units.shape[0] > self.max_rounds or work.partial_rows > self.max_partial_rows:
+            raise ValueError(
+                f"{work.units.shape[0]} rounds and {work.partial_rows} partial rows do not fit the buffers"
+            )
+        turn = self._turn = (self._turn + 1) % _RING
+        self._copied[turn].synchronize()  # a plan four plans ago: done long since, or the host is four steps ahead
+        host = self._host[turn].numpy()
+        groups = pairs if rows is None else rows
+        if rows is None:
+            host[: groups + 1] = np.arange(groups + 1)
+            order = np.arange(pairs)
+        else:
+            order = np.argsort(flat, kind="stable")
+            host[: groups + 1] = np.searchsorted(flat[order], np.arange(groups + 1))
+        host[groups + 1 : self._at_entries] = pairs  # padding groups are empty
+        host[self._at_entries : self._at_entries + 4 * pairs] = work.entries[order].reshape(-1)
+        host[self._at_members : self._at_members + pairs] = flat
+        used = self._at_units + work.units.size
+        host[self._at_units : used] = work.units.reshape(-1)
+        self._table[:used].copy_(self._host[turn][:used], non_blocking=True)
+        self._copied[turn].record()
+        self.worklist = work
+        return work
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> None:
+        """Launch the prefix pass; results stay in the partial buffers for :meth:`merge`."""
+        if q.dtype != self.dtype or q.stride(-1) != 1 or q.stride(-2) != self.head_dim or q.stride(0) % 8:
+            raise ValueError("q must be [rows, q_heads, head_dim] with dense heads, in the type given at construction")
+        base = self._table.data_ptr()
+        code = self._lib.granikv_prefix(
+            self._variant_id,
+            _DTYPES[self.dtype],
+            self._part_half,
+            self._map(k_cache),
+            self._map(v_cache),
+            q.data_ptr(),
+            base + 4 * self._at_units,
+            base + 4 * self._at_members,
+            self.part_out.data_ptr(),
+            self.part_lse.data_ptr(),
+            q.stride(0),
+            self.gqa,
+            self.max_rounds + 1,
+            self.grid.ctas,
+            sm_scale * math.log2(math.e),
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
+        check(self._lib, code, "prefix kernel")
+
+    def merge(
+        self,
+        out: torch.Tensor,
+        out_lse: torch.Tensor | None = None,
+        own_out: torch.Tensor | None = None,
+        own_lse: torch.Tensor | None = None,
+        overlap: bool = True,
+    ) -> None:
+        """Merge the partial states of every group, and ``own`` (a tail's state) where given, into ``out``."""
+        base = self._table.data_ptr()
+        for name, t in (("out", out), ("out_lse", out_lse), ("own_out", own_out), ("own_lse", own_lse)):
+            if t is not None and not t.is_contiguous():
+                raise ValueError(f"{name} must be contiguous")
+        code = self._lib.granikv_merge(
+            self.head_dim,
+            _DTYPES[self.dtype],
+            self._part_half,
+            self.part_out.data_ptr(),
+            self.part_lse.data_ptr(),
+            base,
+            base + 4 * self._at_entries,
+            _address(own_out),
+            _address(own_lse),
+            out.data_ptr(),
+            _address(out_lse),
+            out.shape[0],
+            self.q_heads,
+            self.gqa,
+            int(overlap),
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
+        check(self._lib, code, "merge kernel")
+
+    def _map(self, cache: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+        key = (cache.data_ptr(), *cache.shape, cache.stride(0))
+        found = self._maps.get(key)
+        if found is None:
+            if cache.shape[1:] != (self.kv_heads, self.head_dim) or cache.stride()[1:] != (self.head_dim, 1):
+                raise ValueError(f"cache must be [slots, {self.kv_heads}, {self.head_dim}] with dense rows")
+            found = ctypes.create_string_buffer(128 + 64)
+            aligned = -ctypes.addressof(found) % 64  # the map itself must lie on 64 bytes
+            view = (ctypes.c_char * 128).from_buffer(found, aligned)
+            code = self._lib.granikv_make_map(
+                ctypes.addressof(view),
+                cache.data_ptr(),
+                cache.shape[0],
+                self.kv_heads,
+                self.head_dim,
+                cache.stride(0) * cache.itemsize,
+                self.variant.box_rows,
+                _DTYPES[self.dtype],
+            )
+            check(self._lib, code, "tensor map")
+            found = self._maps[key] = view
+        return found
+
+
+def _align(words: int) -> int:
+    return -(-words // 64) * 64
+
+
+def _address(t: torch.Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
