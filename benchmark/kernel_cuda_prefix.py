@@ -1,8 +1,9 @@
-"""Time the CUDA prefix pass (and its merge): CUDA-graph replays, median, random data, inputs rotated beyond L2.
+"""Time the CUDA prefix pass, alone and with private tails fused into it, and the merge.
 
     python benchmark/kernel_cuda_prefix.py [--trials] [--cases 16Kx64 ...] [--out FILE.jsonl]
 
-Llama-3.1-8B heads (32 query, 8 KV, 128) unless --heads says otherwise. One JSON line a (case, variant), a table last.
+CUDA-graph replays, median, random data, inputs rotated beyond L2. Llama-3.1-8B heads (32 query, 8 KV, 128) unless
+--heads says otherwise. One JSON line a (case, variant), a table last.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "kernels"))
 
-from granikv_kernels.grouped_prefix_cuda import DEFAULT, TRIALS, GroupedPrefixCuda, Variant  # noqa: E402
+from granikv_kernels.grouped_prefix_cuda import (  # noqa: E402
+    DEFAULT,
+    FUSED,
+    TRIALS,
+    GroupedPrefixCuda,
+    Tails,
+    Variant,
+)
 
 K = 1024
 # name -> (length, members) per item
 CASES: dict[str, list[tuple[int, int]]] = {
+    "128x64": [(128, 64)],  # next to no work: launch, first loads, last stores
     "16Kx4": [(16 * K, 4)],
     "16Kx16": [(16 * K, 16)],
     "16Kx32": [(16 * K, 32)],
@@ -79,12 +88,13 @@ def ceilings() -> tuple[float, float]:
 def measure(case: str, variant: Variant, heads: tuple[int, int, int], args: argparse.Namespace) -> dict[str, object]:
     q_heads, kv_heads, dim = heads
     items = CASES[case]
-    slots = sum(n for n, _ in items) + 64 * len(items)
+    rows = sum(m for _, m in items)
+    shared = sum(n for n, _ in items) + 64 * len(items)
+    slots = shared + rows * args.tail
     starts, at = [], 7
     for n, _ in items:
         starts.append(at)
         at += n + 5
-    rows = sum(m for _, m in items)
     sets = max(2, min(6, int(300e6 / (slots * kv_heads * dim * 4)) + 1))
     qs = [torch.randn((rows, q_heads, dim), device="cuda").to(torch.bfloat16) for _ in range(sets)]
     ks, vs = (
@@ -99,7 +109,15 @@ def measure(case: str, variant: Variant, heads: tuple[int, int, int], args: argp
     op = GroupedPrefixCuda(
         q_heads, kv_heads, dim, torch.bfloat16, rows, variant=variant, partial_dtype=partial, trials=args.trials
     )
-    work = op.plan(starts, [n for n, _ in items], members, rows=rows)
+    coverage = [n for n, m in items for _ in range(m)]
+    work = op.plan(starts, [n for n, _ in items], members, rows, coverage)
+    # Tails lie scattered, token by token, as a busy server's free list leaves them.
+    table = torch.zeros((rows, max(coverage) + args.tail), dtype=torch.int32, device="cuda")
+    scattered = (shared + torch.randperm(rows * args.tail, device="cuda")).to(torch.int32).view(rows, args.tail)
+    for r, n in enumerate(coverage):
+        table[r, n : n + args.tail] = scattered[r]
+    lens = torch.tensor(coverage, device="cuda") + args.tail
+    tails = Tails(table, torch.arange(rows, device="cuda"), lens)
     scale = dim**-0.5
 
     def prefix(i: int) -> None:
@@ -109,7 +127,18 @@ def measure(case: str, variant: Variant, heads: tuple[int, int, int], args: argp
         op.run(qs[i], ks[i], vs[i], scale)
         op.merge(out)
 
+    def fused(i: int) -> None:
+        op.run(qs[i], ks[i], vs[i], scale, tails)
+
+    def layer(i: int) -> None:
+        op.run(qs[i], ks[i], vs[i], scale, tails)
+        op.merge(out, tails=True)
+
     alone, with_merge = replay_us(prefix, sets, args.replays), replay_us(both, sets, args.replays)
+    whole: dict[str, object] = {}
+    if variant.tail:
+        for name, step in (("fused_us", fused), ("layer_us", layer)):
+            whole[name] = [round(x, 2) for x in replay_us(step, sets, args.replays)]
     flops = sum(4 * n * m * q_heads * dim for n, m in items)
     return {
         "case": case,
@@ -117,6 +146,8 @@ def measure(case: str, variant: Variant, heads: tuple[int, int, int], args: argp
         "partial": args.partial,
         "prefix_us": [round(x, 2) for x in alone],
         "with_merge_us": [round(x, 2) for x in with_merge],
+        "tail_tokens": args.tail,
+        **whole,
         "tflops": round(flops / alone[0] / 1e6, 1),
         "splits": work.splits.tolist(),
         "units": int((work.units[:, :, 1] > 0).sum()),
@@ -130,6 +161,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--heads", type=int, nargs=3, default=(32, 8, 128), metavar=("Q", "KV", "DIM"))
     parser.add_argument("--partial", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--tail", type=int, default=256, help="private tokens a request")
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -151,21 +183,23 @@ def main() -> None:
         "replays": args.replays,
     }
     print(json.dumps(about))
-    variants = [DEFAULT[heads[2]], *(v for v in TRIALS if args.trials and v.head_dim == heads[2])]
+    variants = [DEFAULT[heads[2]], FUSED[heads[2]], *(v for v in TRIALS if args.trials and v.head_dim == heads[2])]
     lines = []
     for case in args.cases:
         compute, bytes_us = floors(CASES[case], heads, tflops, tbs)
         for variant in variants:
-            row = {**measure(case, variant, heads, args), "floor_us": [round(compute, 1), round(bytes_us, 1)]}
+            tail_us = sum(m for _, m in CASES[case]) * args.tail * heads[1] * heads[2] * 4 / tbs / 1e6
+            floor = [round(x, 1) for x in (compute, bytes_us, tail_us)]
+            row = {**measure(case, variant, heads, args), "floor_us": floor}
             lines.append({**about, **row})
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{'case':10}{'variant':18}{'prefix':>9}{'+merge':>9}{'TFLOP/s':>9}  floor (compute, bytes)  splits")
+    print(f"{'case':10}{'variant':20}  prefix  +merge  TFLOP/s   fused   layer  floor (compute, bytes, tail)  splits")
     for x in lines:
         print(
-            f"{x['case']:10}{x['variant']:18}{x['prefix_us'][0]:9.1f}{x['with_merge_us'][0]:9.1f}{x['tflops']:9.0f}"
-            f"  {x['floor_us']}  {x['splits']}"
+            f"{x['case']:10}{x['variant']:20}{x['prefix_us'][0]:8.1f}{x['with_merge_us'][0]:8.1f}{x['tflops']:9.0f}"
+            f"{x.get('fused_us', [0])[0]:8.1f}{x.get('layer_us', [0])[0]:8.1f}  {x['floor_us']}  {x['splits']}"
         )
 
 

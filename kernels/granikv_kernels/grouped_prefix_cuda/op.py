@@ -5,16 +5,28 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from granikv_kernels.grouped_prefix_cuda.build import check, load
+from granikv_kernels.grouped_prefix_cuda.build import TailParams, check, load
 from granikv_kernels.grouped_prefix_cuda.planner import Grid, Worklist, plan_worklist
-from granikv_kernels.grouped_prefix_cuda.variants import DEFAULT, Variant, variant_table
+from granikv_kernels.grouped_prefix_cuda.variants import DEFAULT, FUSED, Variant, variant_table
 
 _RING = 4  # pinned buffers in turn: a copy still in flight keeps its buffer while the host plans the next batch
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+_MAX_TAIL_ROWS, _MAX_TAIL_GQA, _TAIL_WARPS = 512, 8, 3  # TailShape in csrc/tail.cuh
+
+
+@dataclass(frozen=True)
+class Tails:
+    """Where the rows' private tokens are, on the device: positions ``coverage[row] .. seq_lens[row]`` of
+    ``req_to_token[req_index[row]]``. Both index tensors int32 or both int64."""
+
+    req_to_token: torch.Tensor  # int32 [requests, context]
+    req_index: torch.Tensor  # [rows]
+    seq_lens: torch.Tensor  # [rows]
 
 
 class GroupedPrefixCuda:
@@ -32,6 +44,7 @@ class GroupedPrefixCuda:
         dtype: torch.dtype,
         max_pairs: int,
         device: torch.device | str = "cuda",
+        tails: bool = False,
         variant: Variant | None = None,
         partial_dtype: torch.dtype = torch.float32,
         max_partial_mib: int = 256,
@@ -43,7 +56,7 @@ class GroupedPrefixCuda:
         self.q_heads, self.kv_heads, self.head_dim, self.dtype = q_heads, kv_heads, head_dim, dtype
         self.gqa = q_heads // kv_heads
         self.device = torch.device(device)
-        self.variant = variant or DEFAULT[head_dim]
+        self.variant = variant or (FUSED if tails else DEFAULT)[head_dim]
         self._variant_id = variant_table(trials).index(self.variant)
         self._lib = load(trials)
         self._part_half = int(partial_dtype != torch.float32)
@@ -55,7 +68,8 @@ class GroupedPrefixCuda:
         # One buffer, one copy per plan: offsets, entries, members, units (whose length varies most: last).
         self._at_entries = _align(max_pairs + 1)
         self._at_members = self._at_entries + _align(4 * max_pairs)
-        self._at_units = self._at_members + _align(max_pairs)
+        self._at_coverage = self._at_members + _align(max_pairs)
+        self._at_units = self._at_coverage + _align(max_pairs)
         words = self._at_units + (max_rounds + 1) * ctas * 8
         self._table = torch.zeros(words, dtype=torch.int32, device=self.device)
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
@@ -64,8 +78,12 @@ class GroupedPrefixCuda:
         self._maps: dict[tuple[int, ...], ctypes.Array[ctypes.c_char]] = {}
 
         self.max_partial_rows = max_partial_mib * 2**20 // (head_dim * partial_dtype.itemsize)
-        self.part_out = torch.empty((self.max_partial_rows, head_dim), dtype=partial_dtype, device=self.device)
-        self.part_lse = torch.empty(self.max_partial_rows, dtype=torch.float32, device=self.device)
+        self._tail_workers = ctas * _TAIL_WARPS
+        tail_rows = (self._tail_workers + max_pairs * kv_heads) * self.gqa if self.variant.tail else 0
+        self._tail_meta = torch.zeros((max_pairs * kv_heads, 2), dtype=torch.int32, device=self.device)
+        rows = self.max_partial_rows + tail_rows  # the tails' partial results follow the items'
+        self.part_out = torch.empty((rows, head_dim), dtype=partial_dtype, device=self.device)
+        self.part_lse = torch.empty(rows, dtype=torch.float32, device=self.device)
         self.worklist: Worklist | None = None
 
     def plan(
@@ -74,8 +92,12 @@ class GroupedPrefixCuda:
         item_len: Sequence[int],
         member_rows: Sequence[Sequence[int] | np.ndarray],
         rows: int | None = None,
+        coverage: Sequence[int] | np.ndarray | None = None,
     ) -> Worklist:
-        """Set the items. With ``rows`` the merge groups are the batch's rows, else the (item, member) pairs."""
+        """Set the items. With ``rows`` the merge groups are the batch's rows, else the (item, member) pairs.
+
+        ``coverage``: per row, the leading tokens that its items cover; its tail starts there.
+        """
         members = np.array([len(m) for m in member_rows], dtype=np.int64)
         flat = (
             np.concatenate([np.asarray(m, dtype=np.int64) for m in member_rows])
@@ -103,6 +125,9 @@ class GroupedPrefixCuda:
         host[groups + 1 : self._at_entries] = pairs  # padding groups are empty
         host[self._at_entries : self._at_entries + 4 * pairs] = work.entries[order].reshape(-1)
         host[self._at_members : self._at_members + pairs] = flat
+        covered = np.zeros(0, dtype=np.int32) if coverage is None else np.asarray(coverage, dtype=np.int32)
+        host[self._at_coverage : self._at_coverage + covered.size] = covered
+        host[self._at_coverage + covered.size : self._at_units] = 0
         used = self._at_units + work.units.size
         host[self._at_units : used] = work.units.reshape(-1)
         self._table[:used].copy_(self._host[turn][:used], non_blocking=True)
@@ -110,11 +135,19 @@ class GroupedPrefixCuda:
         self.worklist = work
         return work
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> None:
-        """Launch the prefix pass; results stay in the partial buffers for :meth:`merge`."""
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        sm_scale: float,
+        tails: Tails | None = None,
+    ) -> None:
+        """Launch the prefix pass, with ``tails`` the private tails too; results stay in the partial buffers."""
         if q.dtype != self.dtype or q.stride(-1) != 1 or q.stride(-2) != self.head_dim or q.stride(0) % 8:
             raise ValueError("q must be [rows, q_heads, head_dim] with dense heads, in the type given at construction")
         base = self._table.data_ptr()
+        tail = None if tails is None else self._tail_params(q, k_cache, v_cache, tails)
         code = self._lib.granikv_prefix(
             self._variant_id,
             _DTYPES[self.dtype],
@@ -131,6 +164,7 @@ class GroupedPrefixCuda:
             self.max_rounds + 1,
             self.grid.ctas,
             sm_scale * math.log2(math.e),
+            None if tail is None else ctypes.addressof(tail),
             torch.cuda.current_stream(self.device).cuda_stream,
         )
         check(self._lib, code, "prefix kernel")
@@ -141,6 +175,7 @@ class GroupedPrefixCuda:
         out_lse: torch.Tensor | None = None,
         own_out: torch.Tensor | None = None,
         own_lse: torch.Tensor | None = None,
+        tails: bool = False,
         overlap: bool = True,
     ) -> None:
         """Merge the partial states of every group, and ``own`` (a tail's state) where given, into ``out``."""
@@ -160,6 +195,8 @@ class GroupedPrefixCuda:
             _address(own_lse),
             out.data_ptr(),
             _address(out_lse),
+            self._tail_meta.data_ptr() if tails else None,
+            self.max_partial_rows,
             out.shape[0],
             self.q_heads,
             self.gqa,
@@ -167,6 +204,30 @@ class GroupedPrefixCuda:
             torch.cuda.current_stream(self.device).cuda_stream,
         )
         check(self._lib, code, "merge kernel")
+
+    def _tail_params(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tails: Tails) -> TailParams:
+        rows, index, lens = q.shape[0], tails.req_index, tails.seq_lens
+        if not self.variant.tail or rows > min(_MAX_TAIL_ROWS, self.max_pairs) or self.gqa > _MAX_TAIL_GQA:
+            raise ValueError("tails need tails=True, at most 512 rows and 8 query heads a KV head")
+        if index.dtype != lens.dtype or lens.dtype not in (torch.int32, torch.int64) or k.stride(0) != v.stride(0):
+            raise ValueError("req_index and seq_lens must be of one integer type; K and V of one slot stride")
+        if tails.req_to_token.dtype != torch.int32 or index.stride(0) != 1 or lens.stride(0) != 1:
+            raise ValueError("req_to_token must be int32, the index tensors dense")
+        return TailParams(
+            k.data_ptr(),
+            v.data_ptr(),
+            tails.req_to_token.data_ptr(),
+            index.data_ptr(),
+            lens.data_ptr(),
+            self._table.data_ptr() + 4 * self._at_coverage,
+            self._tail_meta.data_ptr(),
+            tails.req_to_token.stride(0),
+            k.stride(0),
+            rows,
+            self.kv_heads,
+            self.max_partial_rows,
+            int(lens.dtype == torch.int64),
+        )
 
     def _map(self, cache: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
         key = (cache.data_ptr(), *cache.shape, cache.stride(0))

@@ -3,7 +3,7 @@
 
 #include "merge.cuh"
 #include "prefix.cuh"
-#include "variants.inc"  // GRANIKV_VARIANTS(X): X(id, head_dim, warpgroups, tile_n, stages, cluster, ctas_per_sm)
+#include "variants.inc"  // GRANIKV_VARIANTS(X): X(id, head_dim, warpgroups, tile_n, stages, cluster, ctas_per_sm, tail)
 
 namespace granikv {
 namespace {
@@ -23,6 +23,7 @@ struct LaunchArgs {
   long long q_row_stride;
   int gqa, max_rounds, grid;
   float scale_log2;
+  TailParams tail;
   cudaStream_t stream;
 };
 
@@ -54,7 +55,7 @@ int launch_prefix(const LaunchArgs& a) {
   config.stream = a.stream;
   config.attrs = attr;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, *a.kmap, *a.vmap, p);
+  return cudaLaunchKernelEx(&config, kernel, *a.kmap, *a.vmap, p, a.tail);
 }
 
 template <typename PartT, typename OutT, int kD>
@@ -113,7 +114,7 @@ int granikv_make_map(void* out, const void* base, long long slots, int kv_heads,
 
 int granikv_prefix(int variant, int half, int part_half, const void* kmap, const void* vmap, const void* q,
                    const void* units, const void* member_rows, void* part_out, void* part_lse, long long q_row_stride,
-                   int gqa, int max_rounds, int grid, float scale_log2, void* stream) {
+                   int gqa, int max_rounds, int grid, float scale_log2, const TailParams* tail, void* stream) {
   LaunchArgs a{static_cast<const CUtensorMap*>(kmap),
                static_cast<const CUtensorMap*>(vmap),
                q,
@@ -126,18 +127,18 @@ int granikv_prefix(int variant, int half, int part_half, const void* kmap, const
                max_rounds,
                grid,
                scale_log2,
+               tail != nullptr ? *tail : TailParams{},
                static_cast<cudaStream_t>(stream)};
-#define GRANIKV_CASE(ID, D, WG, N, STAGES, CLUSTER, CTAS)                                                      \
-  if (variant == ID) {                                                                                         \
-    if constexpr (ID < GRANIKV_FULL) {                                                                         \
-      if (half)                                                                                                \
-        return part_half ? launch_prefix<PrefixConfig<__half, __half, D, WG, N, STAGES, CLUSTER, CTAS>>(a)     \
-                         : launch_prefix<PrefixConfig<__half, float, D, WG, N, STAGES, CLUSTER, CTAS>>(a);     \
-    }                                                                                                          \
-    if (half) return kUnknownVariant;                                                                          \
-    return part_half                                                                                           \
-               ? launch_prefix<PrefixConfig<__nv_bfloat16, __nv_bfloat16, D, WG, N, STAGES, CLUSTER, CTAS>>(a) \
-               : launch_prefix<PrefixConfig<__nv_bfloat16, float, D, WG, N, STAGES, CLUSTER, CTAS>>(a);        \
+#define GRANIKV_CASE(ID, ...)                                                                              \
+  if (variant == ID) {                                                                                     \
+    if constexpr (ID < GRANIKV_FULL) {                                                                     \
+      if (half)                                                                                            \
+        return part_half ? launch_prefix<PrefixConfig<__half, __half, __VA_ARGS__>>(a)                     \
+                         : launch_prefix<PrefixConfig<__half, float, __VA_ARGS__>>(a);                     \
+    }                                                                                                      \
+    if (half) return kUnknownVariant;                                                                      \
+    return part_half ? launch_prefix<PrefixConfig<__nv_bfloat16, __nv_bfloat16, __VA_ARGS__>>(a)           \
+                     : launch_prefix<PrefixConfig<__nv_bfloat16, float, __VA_ARGS__>>(a);                  \
   }
   GRANIKV_VARIANTS(GRANIKV_CASE)
 #undef GRANIKV_CASE
@@ -146,7 +147,8 @@ int granikv_prefix(int variant, int half, int part_half, const void* kmap, const
 
 int granikv_merge(int head_dim, int half, int part_half, const void* part_out, const void* part_lse,
                   const void* offsets, const void* entries, const void* own_out, const void* own_lse, void* out,
-                  void* out_lse, int groups, int q_heads, int gqa, int overlap, void* stream) {
+                  void* out_lse, const void* tail_meta, int tail_base, int groups, int q_heads, int gqa, int overlap,
+                  void* stream) {
   const auto go = [&](auto part, auto result, auto dim) -> int {
     using PartT = decltype(part);
     using OutT = decltype(result);
@@ -158,6 +160,8 @@ int granikv_merge(int head_dim, int half, int part_half, const void* part_out, c
                                      static_cast<const float*>(own_lse),
                                      static_cast<OutT*>(out),
                                      static_cast<float*>(out_lse),
+                                     static_cast<const int2*>(tail_meta),
+                                     tail_base,
                                      groups,
                                      q_heads,
                                      gqa};

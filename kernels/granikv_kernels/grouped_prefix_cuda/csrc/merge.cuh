@@ -20,6 +20,8 @@ struct MergeParams {
   const float* own_lse;        // [groups, q_heads], natural logarithm
   OutT* out;                   // [groups, q_heads, D]
   float* out_lse;              // [groups, q_heads] or null
+  const int2* tail_meta;       // [groups * kv_heads] (first id, count) of the fused pass's tail partials, or null
+  int tail_base;
   int groups, q_heads, gqa;
 };
 
@@ -71,12 +73,10 @@ __global__ __launch_bounds__(128) void merge_kernel(const __grid_constant__ Merg
       sum = 1.0f;
     }
   }
-  for (int e = first; e < last; ++e) {
-    if (e != first) entry = p.entries[e];
-    const int base = entry.base + kv_head * entry.kv_stride + g;
-    for (int s0 = 0; s0 < entry.splits; s0 += 32) {
+  const auto add = [&](int base, int splits, int stride) {
+    for (int s0 = 0; s0 < splits; s0 += 32) {
       const int s = s0 + lane;
-      const float lse = s < entry.splits ? p.part_lse[base + s * entry.split_stride] : -INFINITY;
+      const float lse = s < splits ? p.part_lse[base + s * stride] : -INFINITY;
       float peak = lse;
 #pragma unroll
       for (int d = 16; d > 0; d /= 2) peak = fmaxf(peak, __shfl_xor_sync(0xffffffff, peak, d));
@@ -90,9 +90,9 @@ __global__ __launch_bounds__(128) void merge_kernel(const __grid_constant__ Merg
       top = next;
 #pragma unroll
       for (int i = 0; i < kPer; ++i) acc[i] *= keep;
-      const int count = min(32, entry.splits - s0);
-      const PartT* src = p.part_out + static_cast<size_t>(base + s0 * entry.split_stride) * kD + lane * kPer;
-      const size_t step = static_cast<size_t>(entry.split_stride) * kD;
+      const int count = min(32, splits - s0);
+      const PartT* src = p.part_out + static_cast<size_t>(base + s0 * stride) * kD + lane * kPer;
+      const size_t step = static_cast<size_t>(stride) * kD;
       for (int j0 = 0; j0 < count; j0 += kAhead) {
         float v[kAhead][kPer];
 #pragma unroll
@@ -109,6 +109,14 @@ __global__ __launch_bounds__(128) void merge_kernel(const __grid_constant__ Merg
         }
       }
     }
+  };
+  for (int e = first; e < last; ++e) {
+    if (e != first) entry = p.entries[e];
+    add(entry.base + kv_head * entry.kv_stride + g, entry.splits, entry.split_stride);
+  }
+  if (p.tail_meta != nullptr) {
+    const int2 tail = p.tail_meta[group * (p.q_heads / p.gqa) + kv_head];
+    add(p.tail_base + tail.x * p.gqa + g, tail.y, p.gqa);
   }
   const float inv = sum > 0.0f ? 1.0f / sum : 0.0f;
   OutT* out = p.out + static_cast<size_t>(pair) * kD + lane * kPer;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "tail.cuh"
 #include "wgmma.inc"
 
 namespace granikv {
@@ -37,12 +38,13 @@ struct PrefixParams {
   float scale_log2;  // sm_scale * log2(e)
 };
 
-template <typename T_, typename PartT_, int kD_, int kWg_, int kN_, int kStages_, int kCluster_, int kCtasPerSm_>
+template <typename T_, typename PartT_, int kD_, int kWg_, int kN_, int kStages_, int kCluster_, int kCtasPerSm_, bool kTail_>
 struct PrefixConfig {
   using T = T_;
   using PartT = PartT_;
   static constexpr int kD = kD_, kWg = kWg_, kN = kN_, kStages = kStages_, kCluster = kCluster_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kTail = kTail_;  // the producer's warpgroup also does private tails
   static constexpr int kM = 64 * kWg;
   static constexpr int kThreads = 128 * (kWg + 1);
   static constexpr int kPanels = kD / 64;              // 64 elements = one 128-byte swizzled row
@@ -50,11 +52,13 @@ struct PrefixConfig {
   static constexpr int kQBytes = kM * kD * 2;
   static constexpr int kBoxRows = kN / kCluster;
   static constexpr int kBarOffset = kQBytes + 2 * kStages * kTileBytes;
-  static constexpr int kSmem = kBarOffset + 4 * kStages * 8;
+  static constexpr int kTailOffset = kBarOffset + 128;
+  static constexpr int kSmem = kTail ? kTailOffset + TailShape<kD>::kBytes : kTailOffset;
   // What ptxas hands out at launch, and how setmaxnreg deals it out again.
-  static constexpr int kProducerRegs = kWg == 3 ? 32 : 40;
-  static constexpr int kConsumerRegs = kWg == 1 ? (kCtasPerSm == 2 ? 208 : 240) : kWg == 2 ? 232 : 160;
+  static constexpr int kProducerRegs = kTail ? 112 : kWg == 3 ? 32 : 40;
+  static constexpr int kConsumerRegs = kWg == 1 ? (kCtasPerSm == 2 ? 208 : 240) : kWg == 2 ? (kTail ? 192 : 232) : 160;
   static_assert(kD == 64 || kD == 128, "head size");
+  static_assert(4 * kStages * 8 <= 128 && (!kTail || kWg == 2), "layout");
   static_assert(kN % 16 == 0 && kN <= 256 && kBoxRows % 8 == 0, "tile");
   static_assert(kSmem * kCtasPerSm <= (228 - kCtasPerSm) * 1024, "shared memory");
 };
@@ -378,7 +382,7 @@ struct Consumer {
 template <typename C>
 __global__ __launch_bounds__(C::kThreads, C::kCtasPerSm) void prefix_kernel(
     const __grid_constant__ CUtensorMap kmap, const __grid_constant__ CUtensorMap vmap,
-    const __grid_constant__ PrefixParams<typename C::PartT> p) {
+    const __grid_constant__ PrefixParams<typename C::PartT> p, const __grid_constant__ TailParams tail) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const SharedView<C> sm(smem_addr(smem));
   const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
@@ -403,6 +407,28 @@ __global__ __launch_bounds__(C::kThreads, C::kCtasPerSm) void prefix_kernel(
     regs_dec<C::kProducerRegs>();
     if (threadIdx.x == 0) produce<C>(sm, &kmap, &vmap, p.units, p.max_rounds, rank);
     __syncwarp();
+    if constexpr (C::kTail) {
+      const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0) - 1;
+      if (warp >= 0 && tail.rows > 0) {
+        using Shape = TailShape<C::kD>;
+        int* per_row = reinterpret_cast<int*>(smem + C::kTailOffset + Shape::kRingBytes);
+        TailWarp<typename C::T, typename C::PartT, C::kD> worker{
+            tail,
+            static_cast<const typename C::T*>(p.q),
+            p.q_row_stride,
+            p.part_out,
+            p.part_lse,
+            p.gqa,
+            p.scale_log2,
+            TailRows{per_row, per_row + Shape::kMaxRows, per_row + 2 * Shape::kMaxRows},
+            smem_addr(smem + C::kTailOffset) + warp * Shape::kRing * Shape::kPiece,
+            static_cast<int>(threadIdx.x % 32),
+            static_cast<int>(blockIdx.x) * Shape::kWarps + warp,
+            static_cast<int>(gridDim.x) * Shape::kWarps};
+        worker.run(warp);
+      }
+    }
+    grid_launch_dependents();
   } else {
     regs_inc<C::kConsumerRegs>();
     Consumer<C> consumer(sm, p, group - 1, rank);
