@@ -172,7 +172,13 @@ def test_counters_between_is_nested_and_knows_new_keys() -> None:
 
 def test_everything_fits_80_columns() -> None:
     answer = Answer(roster(6)[-1], text="Because " * 60)
-    snapshot = {"extents": [{"node": 1, "start": 65536, "tokens": 1825, "members": 6}], "hot_tokens": 1825}
+    snapshot = {
+        "options": {"min_tokens": 512},
+        "extents": [
+            {"node": 1, "start": 14336, "tokens": 1825, "members": 6},
+            {"node": 2, "start": 65536, "tokens": 4, "members": 12},
+        ],
+    }
     delta = {
         "promotions": 1,
         "promoted_tokens": 1825,
@@ -198,6 +204,7 @@ def test_everything_fits_80_columns() -> None:
     for part in ("4.20x", "123.5 GB", "compute_bound", "tie: [Library redesign] treasurer"):
         assert part in text
     assert "not_decode" not in text
+    assert len(report.groups(snapshot)) == 1
 
 
 # -- command line and processes ----------------------------------------------------------------------------------------

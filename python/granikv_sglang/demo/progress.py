@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
 from tqdm import tqdm
 
 _FORMAT = "{desc:<28.28} {percentage:3.0f}% |{bar}| {elapsed}"
+_LOG_EVERY_SECONDS = 20.0
 
 
 class Progress:
-    """A bar over all phases. On a terminal its clock moves twice a second; in a log it prints few lines.
+    """A bar over all phases, its clock moving on a terminal; in a log, a line now and then instead of redraws.
 
     Args:
         total: units of all phases together.
@@ -23,13 +25,13 @@ class Progress:
             total=total,
             file=sys.stderr,
             bar_format=_FORMAT,
-            # Each redraw in a log is a line more.
-            mininterval=0.1 if self._live else 15.0,
-            ascii=not self._live,
-            dynamic_ncols=self._live,
-            ncols=None if self._live else 79,
-            leave=self._live,
+            mininterval=0.1,
+            dynamic_ncols=True,
+            disable=not self._live,
         )
+        self._total, self._done, self._name = total, 0, ""
+        self._begin = time.monotonic()
+        self._logged = self._begin - _LOG_EVERY_SECONDS
 
     def __enter__(self) -> Progress:
         return self
@@ -41,21 +43,35 @@ class Progress:
 
     def phase(self, name: str) -> None:
         """Say what is going on now."""
-        self._bar.set_description_str(name, refresh=self._live)
+        self._name = name
+        self._bar.set_description_str(name)
+        self.tick()
 
     def advance(self, units: int = 1) -> None:
         """Units done; never beyond the total, whatever the caller counted."""
-        self._bar.update(max(0, min(units, int(self._bar.total) - self._bar.n)))
+        units = max(0, min(units, self._total - self._done))
+        self._done += units
+        self._bar.update(units)
+
+    def finish(self) -> None:
+        """All is done."""
+        self.advance(self._total)
 
     def tick(self) -> None:
         """Called about twice a second by whoever waits: shows that the program is alive."""
         if self._live:
             self._bar.refresh()
+            return
+        now = time.monotonic()
+        if now - self._logged >= _LOG_EVERY_SECONDS:
+            self._logged = now
+            percent = 100 * self._done // self._total
+            print(f"[{now - self._begin:3.0f} s] {percent:3d}% {self._name}", file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
         """Print on stdout without tearing the bar."""
-        if self._live:
+        if self._live and sys.stdout.isatty():
             tqdm.write(text, file=sys.stdout)
         else:
-            # No bar to protect, and the line must not wait for a full buffer.
+            # No bar in the way, and the line must not wait for a full buffer.
             print(text, flush=True)

@@ -65,12 +65,22 @@ def transcript_entry(answer: Answer) -> str:
     return "\n".join(lines)
 
 
+def groups(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+    """HOT extents that are a prefix group: as long as a promotion asks for, and at least two live members.
+
+    The few tokens with which every chat prompt begins are an extent of their own, common to all groups; not a group.
+    """
+    shortest = snapshot.get("options", {}).get("min_tokens", 0)
+    return [e for e in snapshot.get("extents", []) if e["tokens"] >= shortest and e["members"] >= 2]
+
+
 def hot_report(snapshot: dict[str, Any], delta: dict[str, Any]) -> str:
     """Tables of what HOT did: extents while all agents decoded, then passes by regime.
 
     ``snapshot`` is GraniKV's state at that time, ``delta`` the counters of the run (see :func:`counters_between`).
     """
     extents = [(i, e["start"], e["tokens"], e["members"]) for i, e in enumerate(snapshot.get("extents", []), 1)]
+    common = len(extents) > len(groups(snapshot)) > 0
     passes = [
         (regime, reason, count)
         for regime, reasons in delta.get("steps", {}).items()
@@ -80,6 +90,7 @@ def hot_report(snapshot: dict[str, Any], delta: dict[str, Any]) -> str:
     lines = [
         heading("What HOT did"),
         table(("extent", "first slot", "tokens", "members"), extents) if extents else "  (no prefix became HOT)",
+        *(["  (the shortest is the opening of the chat format, common to both teams)"] if common else []),
         "",
         table(("regime", "reason", "passes"), passes),
         "",

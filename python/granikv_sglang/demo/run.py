@@ -72,10 +72,14 @@ def run(options: Options) -> int:
             wait_ready(servers, waiting)
             outcome = asyncio.run(_both_rounds(servers[0], servers[1], options, progress))
             progress.phase("stopping the servers")
+            progress.finish()
             _stop(servers)
         return _print_results(outcome, options, time.perf_counter() - begin)
     except DemoFailed:
         raise
+    except OSError as error:
+        keep_logs = True
+        raise GraniKVError(f"a server did not answer: {error}; logs: {folder}") from error
     except GraniKVError:
         # The message names a log in this folder.
         keep_logs = True
@@ -155,10 +159,9 @@ def _print_results(outcome: Outcome, options: Options, seconds: float) -> int:
     ties = sum(verdict.tie for _, verdict in outcome.verdicts)
     equal = ties == len(outcome.verdicts)
     shared_steps = int(outcome.delta.get("shared_steps", 0))
-    extents = ours.snapshot.get("extents", [])
     summary = {
         "requests": len(ours.answers),
-        "prefix_groups": sum(extent["members"] >= 2 for extent in extents),
+        "prefix_groups": len(report.groups(ours.snapshot)),
         "hot_tokens": int(ours.snapshot.get("hot_tokens", 0)),
         "shared_steps": shared_steps,
         "tokens_equal_to_stock": equal,
@@ -187,6 +190,8 @@ def _print_results(outcome: Outcome, options: Options, seconds: float) -> int:
 
 
 def _stop(servers: list[Server]) -> None:
+    for server in servers:
+        server.ask_to_stop()
     for server in servers:
         server.stop()
 

@@ -108,11 +108,17 @@ class Server:
         """GraniKV's part of the server's state; empty on a stock server."""
         return dict(self.get("/server_info")["internal_states"][0].get("granikv") or {})
 
-    def stop(self) -> None:
-        """End the server: asked first, then made to. Safe to call twice."""
+    def ask_to_stop(self) -> None:
+        """What Ctrl-C in its own terminal would do; returns at once."""
         if self._process.poll() is None:
             self._signal(signal.SIGINT, group=False)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+
+    def stop(self) -> None:
+        """End the server: asked first, then made to. Safe to call twice."""
+        self.ask_to_stop()
+        if self._process.poll() is None:
+            # A second Ctrl-C while this waits means: now.
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 self._process.wait(STOP_SECONDS)
         # Its workers are in its process group; normally nobody is left there.
         self._signal(signal.SIGKILL, group=True)
