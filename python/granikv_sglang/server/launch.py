@@ -121,7 +121,8 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _cpu_defaults(peek: argparse.Namespace) -> list[str]:
-    extra = [] if peek.device else ["--device", "cpu"]
+    # An idle SGLang scheduler polls without a pause: with a model on the same few cores that is a core lost.
+    extra = ["--sleep-on-idle", *([] if peek.device else ["--device", "cpu"])]
     if peek.max_total_tokens is None and peek.mem_fraction_static is None:
         extra += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
     return extra
