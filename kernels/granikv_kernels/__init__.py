@@ -1,1 +1,1 @@
-"""Attention kernels of GraniKV. A leaf package: imports torch, triton and the standard library only."""
+"""Attention kernels of GraniKV. A leaf package: imports torch, triton, numpy and the standard library only."""
