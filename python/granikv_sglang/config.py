@@ -1,7 +1,7 @@
 """GraniKV's options: one frozen dataclass, its command-line flags, and the way it reaches SGLang's worker processes.
 
-SGLang starts its scheduler with ``multiprocessing`` spawn and pickles its own ``ServerArgs`` only, so our options travel
-in one environment variable (:data:`ENV_VAR`) that the child inherits.
+SGLang starts its scheduler with ``multiprocessing`` spawn and pickles its own ``ServerArgs`` only, so our options
+travel in one environment variable (:data:`ENV_VAR`) that the child inherits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class GraniKVConfig:
     """Options of the overlay. Every field is one ``--granikv-*`` flag; defaults are read from here."""
 
     min_tokens: int = _option(
-        512, "--granikv-min-tokens", "Shortest root path, in tokens, that is promoted into the HOT arena (16 to 1048576)."
+        512,
+        "--granikv-min-tokens",
+        "Shortest root path, in tokens, that is promoted into the HOT arena (16 to 1048576).",
     )
     min_sharers: int = _option(
         2, "--granikv-min-sharers", "Live requests that must hold a prefix before it is promoted (2 to 4096)."
@@ -40,13 +42,13 @@ class GraniKVConfig:
     regime: str = _option(
         "auto",
         "--granikv-regime",
-        "auto lets the classifier choose for each forward pass; the others force one regime wherever a prefix is shared.",
+        "auto lets the classifier choose for each forward pass; others force one regime wherever a prefix is shared.",
         choices=REGIMES,
     )
     stock_backend: str = _option(
         "auto",
         "--granikv-stock-backend",
-        "SGLang attention backend that does prefill and UNIFORM decode; auto is flashinfer on CUDA, torch_native on CPU.",
+        "SGLang backend that does prefill and UNIFORM decode; auto is flashinfer on CUDA, torch_native on CPU.",
     )
     audit: bool = _option(
         False, "--granikv-audit", "Prove slot conservation at every scheduler step (slow; for tests and bug reports)."

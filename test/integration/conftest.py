@@ -1,7 +1,7 @@
 """Two real servers for the whole test session: GraniKV under stress, and stock SGLang to compare with.
 
-The GraniKV server has a pool so small that it must evict, SGLang's own switch that forces retraction, SGLang's strict pool
-check while busy, and our audit at every scheduler step. Any slot that goes astray ends it, and with it the tests.
+The GraniKV server has a pool so small that it must evict, SGLang's own switch that forces retraction, SGLang's strict
+pool check while busy, and our audit at every scheduler step. Any slot that goes astray ends it, and with it the tests.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def text(model) -> list[int]:
 
 
 def requests_of(text: list[int]) -> list[Request]:
-    """Three groups of 16 and two outsiders: each group has members on its prefix, on an extension of it (two levels), and
-    on its first half only (which splits it)."""
+    """Three groups of 16 and two outsiders: each group has members on its prefix, on an extension of it (two levels),
+    and on its first half only (which splits it)."""
     rng = random.Random(11)
     at = iter(range(0, 10**6, 37))
     made = []
@@ -55,7 +55,7 @@ def test_greedy_tokens_equal_stock(replies, record_property, capsys):
     result = compare(ours, stock)
     record_property("ties", len(result.ties))
     with capsys.disabled():
-        print(f"\n{result.equal} of {len(ours)} requests equal token for token, {len(result.ties)} ties within float noise")
+        print(f"\n{result.equal} of {len(ours)} requests equal token for token, {len(result.ties)} ties in float noise")
     assert result.wrong == ()
     assert result.equal >= 45
 

@@ -10,6 +10,7 @@ import urllib.request
 import openai
 import pytest
 
+from granikv_sglang.demo.servers import free_ports
 from granikv_sglang.plugin.hooks import TABLE
 
 
@@ -112,8 +113,6 @@ def test_the_doctor_reports_every_hook(model):
 
 def test_sglang_serve_works_with_the_two_names(model, tmp_path):
     """The other way in: SGLang's own command, options through the environment or defaults."""
-    from granikv_sglang.demo.servers import free_ports
-
     (port,) = free_ports(1)
     log = (tmp_path / "serve.log").open("w")
     process = subprocess.Popen(

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+
 from granikv_kernels.grouped_prefix_cuda import FUSED, TRIALS, GroupedPrefixCuda, Tails
 
 pytestmark = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from granikv_kernels.grouped_prefix_cuda import Grid, plan_worklist
 
 GRIDS = [Grid(132, 2, 128, 128), Grid(132, 1, 128, 176), Grid(264, 1, 64, 64), Grid(8, 2, 128, 128), Grid(2, 2, 64, 64)]

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+
 from granikv_kernels.grouped_prefix import grouped_prefix_attention_reference
 from granikv_kernels.grouped_prefix_cuda import TRIALS, GroupedPrefixCuda
 

@@ -25,9 +25,7 @@ def prompt_of(blocks: list[int], tail: int) -> array:
     return tokens
 
 
-prompts = st.builds(
-    prompt_of, st.lists(st.integers(1, VOCABULARY), min_size=1, max_size=6), st.integers(0, 3)
-)
+prompts = st.builds(prompt_of, st.lists(st.integers(1, VOCABULARY), min_size=1, max_size=6), st.integers(0, 3))
 keys = st.sampled_from([None, None, None, "tenant-b"])
 pick = st.integers(0, 10**6)
 
@@ -99,7 +97,7 @@ TestCacheMachine = CacheMachine.TestCase
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_long_random_schedule_keeps_every_slot(seed):
-    """A thousand operations weighted towards sharing, so that promotions, splits and HOT evictions all really happen."""
+    """Operations weighted towards sharing, so that promotions, splits and HOT evictions all really happen."""
     rng = random.Random(seed)
     world = World(slots=2300, min_tokens=32, min_sharers=2)
     for _ in range(700):

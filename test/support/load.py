@@ -53,7 +53,9 @@ def generate(server: Server, request: Request, timeout: float = 300.0) -> Reply:
     )
 
 
-def run(server: Server, requests: Sequence[Request], gap: float = 0.0, aborts: Sequence[Request] = ()) -> dict[str, Reply]:
+def run(
+    server: Server, requests: Sequence[Request], gap: float = 0.0, aborts: Sequence[Request] = ()
+) -> dict[str, Reply]:
     """Send ``requests`` in order, ``gap`` seconds apart on average; ``aborts`` start among them and are cut short."""
     rng = random.Random(7)
     replies: dict[str, Reply] = {}

@@ -1,7 +1,7 @@
 """A cache world without a model: real allocator, real tree, real promoter, and KV whose content can be checked.
 
-The K buffer holds, for each slot, a hash of the whole token prefix that the slot stands for, so that any stale, moved or
-doubly used slot shows up as wrong content. The plain model is a dict from that hash to the prefix
+The K buffer holds, for each slot, a hash of the whole token prefix that the slot stands for, so that any stale, moved
+or doubly used slot shows up as wrong content. The plain model is a dict from that hash to the prefix
 it stands for, filled when a prefix is computed.
 """
 

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from granikv_sglang.core import GraniKVError
 from granikv_sglang.demo import __main__ as cli
 from granikv_sglang.demo import report, servers

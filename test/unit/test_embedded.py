@@ -9,12 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from granikv_sglang.embedded import __main__ as cli
 from granikv_sglang.embedded import cache_root, ensure_model, fetch, is_complete, process, store
 from granikv_sglang.embedded.errors import EmbeddedModelError
 from granikv_sglang.embedded.manifest import MANIFEST_NAME, STAMP_NAME, find_damage, write_manifest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 WEIGHTS = bytes(range(256)) * 4
 CONFIG = b'{"dtype": "float32"}'

@@ -8,6 +8,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from granikv_sglang.core import GraniKVError
 from granikv_sglang.plugin.hooks import TABLE, Hook, Recorder
+from granikv_sglang.plugin.runtime import Runtime
 
 MODULE = "granikv_fake_upstream"
 
@@ -16,7 +17,10 @@ MODULE = "granikv_fake_upstream"
 def upstream(monkeypatch):
     """A stand-in for SGLang with one function and one class, and an empty hook registry."""
     module = types.ModuleType(MODULE)
-    exec("def add(a, b):\n    return a + b\n\nclass Thing:\n    def double(self, x):\n        return 2 * x\n", module.__dict__)
+    exec(
+        "def add(a, b):\n    return a + b\n\nclass Thing:\n    def double(self, x):\n        return 2 * x\n",
+        module.__dict__,
+    )
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
@@ -102,8 +106,6 @@ def test_two_rows_on_one_target_and_a_second_registration_are_refused(upstream):
 
 
 def test_every_row_of_the_table_matches_the_installed_sglang():
-    from granikv_sglang.plugin.runtime import Runtime
-
     for hook in TABLE:
         assert Recorder._signature_problem(hook) == ""
         assert callable(getattr(Runtime, hook.handler))

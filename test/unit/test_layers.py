@@ -40,7 +40,11 @@ def rank_of(dotted: str) -> int | None:
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_one_way(path):
     relative = path.relative_to(PACKAGE)
-    own = RANK.get(relative.parts[0].removesuffix(".py"), 6) if relative.name != "__init__.py" or len(relative.parts) > 1 else 0
+    own = (
+        RANK.get(relative.parts[0].removesuffix(".py"), 6)
+        if relative.name != "__init__.py" or len(relative.parts) > 1
+        else 0
+    )
     for name in imports(path):
         rank = rank_of(name)
         assert rank is None or rank <= own or name in ("granikv_sglang.__version__",), f"{relative} imports {name}"

@@ -12,8 +12,8 @@ from granikv_sglang.plan import Plan
 class SharedDecode(Protocol):
     """Decode attention of one pass that reads every item of a plan once.
 
-    FlashInfer's plan/run split: :meth:`prepare` runs once a pass on the host and builds index arrays, :meth:`run` once a
-    layer.
+    FlashInfer's plan/run split: :meth:`prepare` runs once a pass on the host and builds index arrays, :meth:`run` once
+    a layer.
     """
 
     def prepare(
@@ -30,5 +30,5 @@ class SharedDecode(Protocol):
         ...
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:
-        """Attention of one layer. ``q [rows, q_heads, d]``, caches ``[slots, kv_heads, d]`` -> ``[rows, q_heads, d]``."""
+        """Attention of one layer: ``q [rows, q_heads, d]``, caches ``[slots, kv_heads, d]``; the result is shaped as q."""
         ...

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+
 from granikv_kernels.grouped_prefix import grouped_prefix_attention_reference
 from granikv_kernels.merge_state import merge_states_reference
 from granikv_kernels.tail_attention import tail_attention_reference
-
 from granikv_sglang.plan import Plan
 
 

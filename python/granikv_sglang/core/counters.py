@@ -13,8 +13,8 @@ from granikv_sglang.core.types import Decline, Reason, Regime
 class Counters:
     """Monotonic counters of one process.
 
-    ``steps`` counts forward passes by regime and reason; ``bytes_not_reread`` is K and V bytes of shared prefix, over all
-    layers of this rank, that UNIFORM would have read again in those passes.
+    ``steps`` counts forward passes by regime and reason; ``bytes_not_reread`` is K and V bytes of shared prefix, over
+    all layers of this rank, that UNIFORM would have read again in those passes.
     """
 
     promotions: int = 0

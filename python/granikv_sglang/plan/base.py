@@ -1,4 +1,4 @@
-"""What the host decides about one forward pass, as plain values. Backends read a :class:`Plan`; they never see the tree."""
+"""What the host decides about one forward pass, as plain values. Backends read a Plan; they never see the tree."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from granikv_sglang.plan.base import Decision, Item
 class Thresholds:
     """Where a shared regime starts to pay, on one kind of device.
 
-    ``min_saved_bytes`` is K and V bytes of one layer not read again; ``gemm_rows`` is query rows per item (members times
-    the GQA ratio) from which the matrix units and no longer the reads are the cost; ``min_item_tokens`` is the shortest
-    stretch worth an item.
+    ``min_saved_bytes`` is K and V bytes of one layer not read again; ``gemm_rows`` is query rows per item (members
+    times the GQA ratio) from which the matrix units and no longer the reads are the cost; ``min_item_tokens`` is the
+    shortest stretch worth an item.
     """
 
     min_saved_bytes: int
@@ -26,8 +26,8 @@ class Thresholds:
     min_item_tokens: int
 
 
-# On an H200, 4 requests on 16K (201 MB not re-read a layer) break even with the best stock backend; the extra launches cost
-# about 20 us, which is 90 MB of reads.
+# On an H200, 4 requests on 16K (201 MB not re-read a layer) break even with the best stock backend; the extra launches
+# cost about 20 us, which is 90 MB of reads.
 CUDA_THRESHOLDS = Thresholds(min_saved_bytes=96 << 20, gemm_rows=64, min_item_tokens=128)
 # On a CPU there is no launch to pay: gathering a kilobyte already costs more than the merge of one row.
 CPU_THRESHOLDS = Thresholds(min_saved_bytes=32 << 10, gemm_rows=24, min_item_tokens=16)

@@ -1,4 +1,4 @@
-"""From each request's HOT path to the forest of items: who shares which slots. Decided by physical spans, never by text."""
+"""From each request's HOT path to the forest of items: who shares which slots. Decided by slots, never by text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def build_items(paths: Sequence[Path], min_item_tokens: int = 1) -> tuple[Item, 
 
     Args:
         paths: HOT path of each row.
-        min_item_tokens: an item shorter than this is dropped when nothing below it is kept; its tokens stay in the tails.
+        min_item_tokens: an item shorter than this is dropped when nothing below it is kept; its tokens stay in the
+        tails.
 
     A node with one member makes no item. Nodes one below the other with the same members and adjoining slots make one.
     """

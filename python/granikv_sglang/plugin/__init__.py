@@ -1,4 +1,4 @@
-"""The general plug-in: SGLang calls :func:`register` in every process it starts (entry point ``sglang.srt.plugins``)."""
+"""The general plug-in: SGLang calls :func:`register` in every process (entry point ``sglang.srt.plugins``)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,12 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("enable_lmcache", bool, "--enable-lmcache", "drop it"),
     ("enable_flexkv", bool, "--enable-flexkv", "drop it"),
     ("speculative_algorithm", lambda v: v is not None, "--speculative-algorithm", "drop it"),
-    ("disaggregation_mode", lambda v: v not in (None, "null"), "--disaggregation-mode", "serve both phases in one place"),
+    (
+        "disaggregation_mode",
+        lambda v: v not in (None, "null"),
+        "--disaggregation-mode",
+        "serve both phases in one place",
+    ),
     ("enable_dp_attention", bool, "--enable-dp-attention", "drop it"),
     ("pp_size", lambda v: v > 1, "--pp-size above 1", "use --pp-size 1"),
     ("dcp_size", lambda v: v > 1, "--dcp-size above 1", "use --dcp-size 1"),
@@ -83,7 +88,9 @@ def refuse_model(model_config: Any) -> None:
     if model_config.attention_arch.name != "MHA":
         raise GraniKVError(f"{architecture} uses {model_config.attention_arch.name} attention, unsupported; {mend}")
     if model_config.is_hybrid_swa or _window(text):
-        raise GraniKVError(f"{architecture} has sliding-window layers, unsupported: a prefix is not visible to all; {mend}")
+        raise GraniKVError(
+            f"{architecture} has sliding-window layers, unsupported: a prefix is not visible to all; {mend}"
+        )
     if getattr(text, "attn_logit_softcapping", None):
         raise GraniKVError(f"{architecture} caps attention logits, unsupported; {mend}")
     if model_config.is_encoder_decoder or not model_config.is_generation:

@@ -1,8 +1,8 @@
 """Every hook on SGLang, in one table, applied by one recorder that can prove that each of them landed.
 
-SGLang's ``load_plugins()`` logs a failing plug-in and serves on; a hook that silently did not land would mean wrong slot
-accounting. So the recorder checks signatures before, looks for its own functions in place afterwards, and the factories
-refuse to build anything while one is missing.
+SGLang's ``load_plugins()`` logs a failing plug-in and serves on; a hook that silently did not land would mean wrong
+slot accounting. So the recorder checks signatures before, looks for its own functions in place afterwards, and the
+factories refuse to build anything while one is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from granikv_sglang.core import GraniKVError
 
 @dataclass(frozen=True)
 class Hook:
-    """One seam: ``target`` is the dotted path, ``handler`` the method of the runtime, ``parameters`` what we expect of it."""
+    """One seam: ``target`` is a dotted path, ``handler`` the runtime's method, ``parameters`` the target's as expected."""
 
     target: str
     kind: HookType

@@ -41,7 +41,9 @@ class Metrics:
         self._declines = Counter(
             "granikv_promotion_declines_total", "Shared prefixes not promoted, by reason.", [*names, "reason"]
         )
-        self._hot_tokens = Gauge("granikv_hot_tokens", "Tokens in the HOT arena.", names, multiprocess_mode="mostrecent")
+        self._hot_tokens = Gauge(
+            "granikv_hot_tokens", "Tokens in the HOT arena.", names, multiprocess_mode="mostrecent"
+        )
         self._hot_nodes = Gauge("granikv_hot_nodes", "HOT radix nodes.", names, multiprocess_mode="mostrecent")
         self._last: dict[Hashable, int] = {}
 
@@ -53,8 +55,8 @@ class Metrics:
         for (regime, reason), count in counters.steps.items():
             labels = {**self._labels, "regime": regime.value, "reason": reason.value}
             self._add(self._steps.labels(**labels), (regime, reason), count)
-        for reason, count in counters.declines.items():
-            self._add(self._declines.labels(**self._labels, reason=reason.value), reason, count)
+        for decline, count in counters.declines.items():
+            self._add(self._declines.labels(**self._labels, reason=decline.value), decline, count)
         self._hot_tokens.labels(**self._labels).set(tree.hot_tokens())
         self._hot_nodes.labels(**self._labels).set(len(tree.hot))
 

@@ -1,7 +1,7 @@
 """The CPU platform plug-in: makes ``--device cpu`` work in SGLang without AMX and without vLLM.
 
-Entry point of group ``sglang.srt.platforms``. It activates only on a machine without a GPU, so that an NVIDIA host keeps
-SGLang's own platform. Upstream contract: ``sglang.srt.platforms.interface.SRTPlatform``.
+Entry point of group ``sglang.srt.platforms``. It activates only on a machine without a GPU, so that an NVIDIA host
+keeps SGLang's own platform. Upstream contract: ``sglang.srt.platforms.interface.SRTPlatform``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-# SGLang resolves the platform while its own packages are half imported: anything from sglang.srt.mem_cache at module level
-# here would be a circular import, so those two classes are imported where they are used.
+# SGLang resolves the platform while its own packages are half imported: anything from sglang.srt.mem_cache at module
+# level here would be a circular import, so those two classes are imported where they are used.
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
@@ -37,7 +37,7 @@ def build_stock_allocator(size: int, *, page_size: int, **kwargs: Any) -> Any:
 
 
 class GraniCpuPlatform(CpuSRTPlatform):
-    """SGLang's CPU platform, presented as out-of-tree so that torch-native code paths are taken on any x86 or Arm CPU."""
+    """SGLang's CPU platform, presented as out-of-tree: torch-native code paths are taken on any x86 or Arm CPU."""
 
     _enum = PlatformEnum.OOT
 
@@ -50,7 +50,8 @@ class GraniCpuPlatform(CpuSRTPlatform):
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> Any:
-        # GraniKV's own allocator comes in through the hook on _build_token_to_kv_pool_allocator, the same seam as on CUDA.
+        # GraniKV's own allocator comes in through the hook on _build_token_to_kv_pool_allocator, the same seam as on
+        # CUDA.
         return build_stock_allocator
 
     def get_dispatch_key_name(self) -> str:

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from granikv_kernels.copy_slots import copy_slots_reference
 
+from granikv_kernels.copy_slots import copy_slots_reference
 from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.core import Counters, Decline
 from granikv_sglang.tree.audit import HeldRow, audit
@@ -24,7 +24,8 @@ from granikv_sglang.tree.radix import GraniRadixCache
 def live_requests(running_batch: Any, last_batch: Any, chunked_req: Any) -> list[Any]:
     """Requests that hold a row of ``req_to_token``, each once, in scheduler order.
 
-    Under the overlap schedule a batch still lists requests that have finished and given their row back; they hold nothing.
+    Under the overlap schedule a batch still lists requests that have finished and given their row back; they hold
+    nothing.
     """
     batches = [batch.reqs for batch in (running_batch, last_batch) if batch is not None]
     seen: dict[str, Any] = {}
@@ -57,7 +58,9 @@ class Promoter:
 
     def audit(self, reqs: list[Any]) -> None:
         """Prove slot conservation with ``reqs`` live; raises AuditError."""
-        held = [HeldRow(r.req_pool_idx, r.cache_protected_len, r.kv.kv_allocated_len, r.last_node) for r in reqs if r.kv]
+        held = [
+            HeldRow(r.req_pool_idx, r.cache_protected_len, r.kv.kv_allocated_len, r.last_node) for r in reqs if r.kv
+        ]
         audit(self._tree, held, self._tree.req_to_token_pool.req_to_token)
 
     def _promote_best(self, scheduler: Any, reqs: list[Any]) -> None:

@@ -14,8 +14,8 @@ from granikv_sglang.tree.radix import GraniRadixCache
 def state_of(config: GraniKVConfig, stock_backend: str, tree: GraniRadixCache, live: list[Any]) -> dict[str, Any]:
     """What the arena holds and what has happened so far.
 
-    ``extents`` lists HOT nodes by first slot: ``start`` and ``tokens`` in slots, ``members`` the live requests below the
-    node. ``pool.largest_free_run`` is in slots. Counters are those of :class:`granikv_sglang.core.Counters`.
+    ``extents`` lists HOT nodes by first slot: ``start`` and ``tokens`` in slots, ``members`` the live requests below
+    the node. ``pool.largest_free_run`` is in slots. Counters are those of :class:`granikv_sglang.core.Counters`.
     """
     members: Counter[int] = Counter(node_id for req in live for node_id, _ in tree.hot_path(req.last_node))
     return {

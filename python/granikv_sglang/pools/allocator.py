@@ -11,8 +11,8 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from granikv_sglang.pools.runs import highest_aligned_start, runs_of
 
 RESORT_TOKENS = 4096
-"""Tokens handed out between two merges of freed slots into the sorted list. The lowest free slots go first up to this slack;
-sorting a million ids takes about 0.1 ms on an H200, so once per 4096 tokens is under 1% of a decode step."""
+"""Tokens handed out between two merges of freed slots into the sorted list. The lowest free slots go first up to this
+slack; sorting a million ids takes about 0.1 ms on an H200, so once per 4096 tokens is under 1% of a decode step."""
 
 
 class ElasticAllocator(TokenToKVPoolAllocator):
@@ -24,7 +24,9 @@ class ElasticAllocator(TokenToKVPoolAllocator):
 
     def __init__(self, size: int, dtype: torch.dtype, device: str, kvcache: object) -> None:
         # need_sort keeps freed slots apart in release_pages until they are merged in order.
-        super().__init__(size, dtype, device, kvcache, need_sort=True)  # type: ignore[arg-type]
+        super().__init__(size, dtype, device, kvcache, need_sort=True)
+
+    free_pages: torch.Tensor
 
     def clear(self) -> None:
         super().clear()
@@ -45,8 +47,8 @@ class ElasticAllocator(TokenToKVPoolAllocator):
     def alloc_run(self, length: int, align: int) -> int | None:
         """Take ``length`` consecutive slots starting at a multiple of ``align``, the highest there are.
 
-        Returns the first slot, or None when no free run is long enough (nothing changes then). Reads the list of runs to
-        the host: one synchronisation, so for promotions, never per step. Give the run back with ``free``.
+        Returns the first slot, or None when no free run is long enough (nothing changes then). Reads the list of runs
+        to the host: one synchronisation, so for promotions, never per step. Give the run back with ``free``.
         """
         runs = runs_of(self.free_slots())
         start = highest_aligned_start(runs, length, align)

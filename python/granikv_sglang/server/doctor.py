@@ -72,10 +72,12 @@ def _plugin() -> dict[str, Any]:
     factory = get_radix_cache_factory(NAME)
     if factory is None:
         raise GraniKVError("the plug-in did not load; run with SGLANG_LOG_LEVEL=debug for SGLang's reason")
-    runtime = factory.__self__  # type: ignore[attr-defined]
+    runtime = factory.__self__
     found = _version("sglang")
     if found != SGLANG_VERSION:
-        raise GraniKVError(f"sglang {found} is installed, this GraniKV is built for {SGLANG_VERSION}; install that version")
+        raise GraniKVError(
+            f"sglang {found} is installed, this GraniKV is built for {SGLANG_VERSION}; install that version"
+        )
     return {
         "platform": type(current_platform).__name__,
         "stock_backend": runtime.stock_backend,

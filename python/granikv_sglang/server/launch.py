@@ -70,6 +70,7 @@ def _peek(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default=None)
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--radix-cache-backend", default=None)
     parser.add_argument("--max-total-tokens", default=None)
@@ -101,7 +102,9 @@ def _check_model(path: str) -> None:
         if folder.is_dir() and not (folder / "config.json").exists():
             raise GraniKVError(f"--model-path {path} has no config.json; name a folder that holds a Hugging Face model")
     elif looks_local:
-        raise GraniKVError(f"--model-path {path} does not exist; name a model folder, or leave it out for the embedded one")
+        raise GraniKVError(
+            f"--model-path {path} does not exist; name a model folder, or leave it out for the embedded one"
+        )
 
 
 def _check_port(host: str, port: int) -> None:
@@ -123,6 +126,9 @@ def _check_port(host: str, port: int) -> None:
 def _cpu_defaults(peek: argparse.Namespace) -> list[str]:
     # An idle SGLang scheduler polls without a pause: with a model on the same few cores that is a core lost.
     extra = ["--sleep-on-idle", *([] if peek.device else ["--device", "cpu"])]
+    if peek.dtype is None:
+        # SGLang's auto makes float16 even of a float32 checkpoint; a CPU without AMX computes that many times slower.
+        extra += ["--dtype", "float32"]
     if peek.max_total_tokens is None and peek.mem_fraction_static is None:
         extra += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
     return extra
@@ -195,7 +201,7 @@ def check_started(server_args: Any) -> None:
         raise GraniKVError(
             "GraniKV's plug-in did not load (SGLang's log above says why); mend that, or start with --granikv-off"
         )
-    runtime = factory.__self__  # type: ignore[attr-defined]
+    runtime = factory.__self__
     runtime.require_sound(server_args, server_args.get_model_config())
 
 

@@ -18,8 +18,8 @@ COPY_READS = 3
 class NodeView:
     """One tree node that live requests hold, as the policy sees it.
 
-    ``path_tokens`` is the root path's length with this node included; ``remaining`` holds, for each live request under the
-    node, the decode steps it may still take.
+    ``path_tokens`` is the root path's length with this node included; ``remaining`` holds, for each live request under
+    the node, the decode steps it may still take.
     """
 
     node_id: int
@@ -98,7 +98,7 @@ def _stretches(
     min_sharers: int,
     min_segment: int,
 ) -> Iterator[Segment | tuple[int, Decline]]:
-    """Candidates that start with ``nodes``: down to the first long enough node, then on while nobody leaves the path."""
+    """Candidates that start with ``nodes``: down to the first node deep enough, then on while nobody leaves."""
     nodes = _extend_while_same(nodes, children)
     last = nodes[-1]
     if last.sharers < min_sharers:

@@ -1,7 +1,7 @@
 """GraniRadixCache: SGLang's radix tree, with long shared root paths swung onto contiguous HOT spans.
 
-Thin adapter: matching, locking, insertion and eviction stay upstream's. What is added is a table from node to span, kept
-right through split, eviction and flush, and the promotion that swings a path onto an extent.
+Thin adapter: matching, locking, insertion and eviction stay upstream's. What is added is a table from node to span,
+kept right through split, eviction and flush, and the promotion that swings a path onto an extent.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CopySlots = Callable[[torch.Tensor, torch.Tensor], None]
 class GraniRadixCache(RadixCache):
     """Radix cache whose nodes are HOT (one contiguous span each) or COLD (any slots).
 
-    A HOT node's parent is HOT or the root, so HOT covers a leading span of every request. ``epoch`` changes whenever the
-    path of an existing node may have changed (split, promotion, eviction, flush); it keys cached plans.
+    A HOT node's parent is HOT or the root, so HOT covers a leading span of every request. ``epoch`` changes whenever
+    the path of an existing node may have changed (split, promotion, eviction, flush); it keys cached plans.
 
     Upstream contract: ``sglang.srt.mem_cache.radix_cache.RadixCache`` at 0.5.17, the methods overridden below.
     """
@@ -38,7 +38,7 @@ class GraniRadixCache(RadixCache):
         self.hot: dict[int, Span] = {}
         self.epoch = 0
         self.counters = counters
-        self.allocator: ElasticAllocator = params.token_to_kv_pool_allocator  # type: ignore[assignment]
+        self.allocator: ElasticAllocator = params.token_to_kv_pool_allocator
         super().__init__(params)
 
     # -- what upstream calls -------------------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ class GraniRadixCache(RadixCache):
             copy: moves the KV of all layers.
 
         Returns:
-            ``(offset, old, new)``: the tokens before the segment on its root path, and the int64 slot ids before and after.
-            The caller swings everything else that caches the old ids, then frees ``old``. Or the reason it was declined;
-            nothing has changed then.
+            ``(offset, old, new)``: the tokens before the segment on its root path, and the int64 slot ids before and
+            after. The caller swings everything else that caches the old ids, then frees ``old``. Or the reason it was
+            declined; nothing has changed then.
         """
         nodes = self._segment_nodes(segment, last_node)
         start = self.allocator.alloc_run(segment.tokens, EXTENT_ALIGN)
@@ -176,7 +176,7 @@ class GraniRadixCache(RadixCache):
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _make_room(self, length: int) -> bool:
-        """Evict the least recently used unlocked nodes that stand in one window of ``length`` slots; False if none can."""
+        """Evict the least recently used unlocked nodes in one window of ``length`` slots; False if there is none."""
         rank_of = self._recency_ranks()
         evictable = sum(len(node.key) for node in rank_of)
         if self.allocator.available_size() + evictable < length:
@@ -199,7 +199,7 @@ class GraniRadixCache(RadixCache):
         return True
 
     def _recency_ranks(self) -> dict[TreeNode, int]:
-        """Unlocked nodes, children before parents, to a rank from 1 (oldest); a parent is as recent as its newest child."""
+        """Unlocked nodes, children first, to a rank from 1 (oldest); a parent is as recent as its newest child."""
         order: list[TreeNode] = []
         stack = [self.root_node]
         while stack:
