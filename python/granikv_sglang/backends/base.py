@@ -30,5 +30,5 @@ class SharedDecode(Protocol):
         ...
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:
-        """Attention of one layer: ``q [rows, q_heads, d]``, caches ``[slots, kv_heads, d]``; the result is shaped as q."""
+        """Attention of one layer: ``q [rows, q_heads, d]``, caches ``[slots, kv_heads, d]``; shaped as q again."""
         ...

@@ -20,7 +20,7 @@ from granikv_sglang.core import GraniKVError
 
 @dataclass(frozen=True)
 class Hook:
-    """One seam: ``target`` is a dotted path, ``handler`` the runtime's method, ``parameters`` the target's as expected."""
+    """One seam: ``target`` is a dotted path, ``handler`` the runtime's method, ``parameters`` its signature."""
 
     target: str
     kind: HookType
