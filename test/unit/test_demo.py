@@ -14,7 +14,7 @@ from granikv_sglang.demo import __main__ as cli
 from granikv_sglang.demo import report, servers
 from granikv_sglang.demo.client import Answer
 from granikv_sglang.demo.compare import TIE_BOUND, Difference, first_difference, judge
-from granikv_sglang.demo.measure import Speed, decode_speeds, joint_tokens
+from granikv_sglang.demo.measure import Speed, decode_speeds, joint_tokens, total
 from granikv_sglang.demo.teams import END_OF_TURN, MOST_PER_TEAM, TEAMS, answer_text, roster
 from granikv_sglang.embedded import MODEL_FOLDER, cache_root, is_complete
 
@@ -88,6 +88,10 @@ def test_a_long_prefill_does_not_change_the_speed() -> None:
     assert speeds is not None
     assert speeds[0].per_second == pytest.approx(speeds[1].per_second)
     assert speeds[0].per_second == pytest.approx(10.0)
+
+
+def test_rounds_are_put_together_by_tokens_and_seconds_not_by_their_speeds() -> None:
+    assert total([Speed(100, 1.0), Speed(100, 9.0)]).per_second == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +199,14 @@ def test_everything_fits_80_columns() -> None:
             report.introduction(6, 48),
             report.transcript_entry(answer),
             report.hot_report(snapshot, delta),
-            report.speed_report(speed, (576, 576), (30.0, 90.0)),
-            report.speed_report(None, (576, 576), (30.0, 90.0)),
+            report.speed_report([speed, speed], [(30.0, 90.0), (20.0, 70.0)]),
+            report.speed_report([], [(30.0, 90.0), (20.0, 70.0)]),
             report.equality_report(12, 576, [(answer, verdict)]),
         ]
     )
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "\x1b" not in text
-    for part in ("4.20x", "123.5 GB", "compute_bound", "tie: [Library redesign] treasurer"):
+    for part in ("4.20 times stock", "123.5 GB", "compute_bound", "tie: [Library redesign] treasurer"):
         assert part in text
     assert "not_decode" not in text
     assert len(report.groups(snapshot)) == 1

@@ -4,6 +4,8 @@ Method. Only the time in which *all* requests decode is looked at: it begins whe
 and ends when the first request gets its last one. No prefill runs in it (every prompt has been read by then), and the
 batch is the same on both sides. Both sides are then cut to the same number of tokens, the first ones of that time, and
 the speed is tokens over seconds. The tokens before it, the prefills and the start of the servers count for nothing.
+The rounds alternate (GraniKV, stock, stock, GraniKV), so that a machine that slows down favours neither side, and they are
+put together as all tokens over all seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-METHOD = "decode only: same number of tokens per side, all agents decoding, prefill excluded, KV caches flushed before"
+METHOD = (
+    "decode only: same number of tokens per side, all agents decoding, prefill excluded; order GraniKV, stock, stock, "
+    "GraniKV; KV caches flushed before the first round of each"
+)
 FEWEST_STEPS = 4
 """With fewer steps in which all requests decode, a speed would be noise."""
 
@@ -53,3 +58,8 @@ def decode_speeds(ours: Sequence[Sequence[float]], stock: Sequence[Sequence[floa
         Speed(count, our_tokens[count - 1] - our_start),
         Speed(count, stock_tokens[count - 1] - stock_start),
     )
+
+
+def total(speeds: Sequence[Speed]) -> Speed:
+    """All tokens over all seconds."""
+    return Speed(sum(speed.tokens for speed in speeds), sum(speed.seconds for speed in speeds))

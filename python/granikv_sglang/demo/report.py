@@ -11,7 +11,7 @@ from typing import Any
 
 from granikv_sglang.demo.client import Answer
 from granikv_sglang.demo.compare import Verdict
-from granikv_sglang.demo.measure import METHOD, Speed
+from granikv_sglang.demo.measure import METHOD, Speed, total
 from granikv_sglang.demo.teams import TEAMS, answer_text
 
 
@@ -51,7 +51,7 @@ def introduction(per_team: int, max_tokens: int) -> str:
     """What is about to happen."""
     text = (
         f"{len(TEAMS)} teams of {per_team} agents; the agents of a team share one long prefix. A real model answers "
-        f"them on this machine's CPU, {max_tokens} tokens each, once through GraniKV and once through stock SGLang."
+        f"them on this machine's CPU, {max_tokens} tokens each, through GraniKV and, to compare, through stock SGLang."
     )
     return textwrap.fill(text, width())
 
@@ -102,20 +102,28 @@ def hot_report(snapshot: dict[str, Any], delta: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def speed_report(speeds: tuple[Speed, Speed] | None, tokens: tuple[int, int], seconds: tuple[float, float]) -> str:
-    """The comparison with stock. ``tokens`` and ``seconds`` are totals of the two sides, prefill included."""
+def speed_report(speeds: Sequence[tuple[Speed, Speed]], seconds: Sequence[tuple[float, float]]) -> str:
+    """The comparison with stock, each pair GraniKV first, one pair a round.
+
+    ``speeds`` is empty where a round had too few joint steps; ``seconds`` is the whole round, prefill included.
+    """
     rows = []
-    for i, name in enumerate(("GraniKV", "stock SGLang")):
-        speed = speeds[i] if speeds else None
-        decode = f"{speed.per_second:.1f}" if speed else "-"
-        step = f"{speed.tokens} in {speed.seconds:.1f} s" if speed else "-"
-        rows.append((name, tokens[i], f"{seconds[i]:.1f} s", step, decode))
+    for number, whole in enumerate(seconds):
+        for i, name in enumerate(("GraniKV", "stock SGLang")):
+            speed = speeds[number][i] if len(speeds) == len(seconds) else None
+            decode = f"{speed.tokens} tokens in {speed.seconds:.1f} s" if speed else "-"
+            rate = f"{speed.per_second:.1f}" if speed else "-"
+            rows.append((number + 1, name, f"{whole[i]:.1f} s", decode, rate))
     lines = [
         heading("Against stock SGLang, same requests, same flags"),
-        table(("side", "output tokens", "in all", "decode measured", "tokens/s"), rows),
+        table(("round", "side", "in all", "decode", "tokens/s"), rows),
+        "",
     ]
     if speeds:
-        lines.append(f"  decode speed-up: {speeds[0].per_second / speeds[1].per_second:.2f}x")
+        ours, stock = (total(side).per_second for side in zip(*speeds, strict=True))
+        lines.append(f"  decode: {ours:.1f} against {stock:.1f} tokens/s, " + bold(f"{ours / stock:.2f} times stock"))
+    else:
+        lines.append("  decode speed not measured: too few joint steps, ask for more --max-tokens")
     lines.append(textwrap.fill(f"({METHOD})", width(), initial_indent="  ", subsequent_indent="  "))
     return "\n".join(lines)
 
@@ -123,7 +131,7 @@ def speed_report(speeds: tuple[Speed, Speed] | None, tokens: tuple[int, int], se
 def equality_report(requests: int, tokens: int, verdicts: Sequence[tuple[Answer, Verdict]]) -> str:
     """Whether the tokens are stock's, and one line for each request where they are not."""
     same = requests - len(verdicts)
-    lines = [f"  tokens equal to stock: {same} of {requests} requests" + (f", {tokens} tokens" if not verdicts else "")]
+    lines = [f"  tokens equal to stock: {same} of {requests} answers" + (f", {tokens} tokens" if not verdicts else "")]
     for answer, verdict in verdicts:
         name = "tie" if verdict.tie else "DIFFERENT"
         text = f"{name}: [{answer.agent.team}] {answer.agent.role}: {verdict.text}"

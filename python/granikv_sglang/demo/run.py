@@ -19,7 +19,7 @@ from granikv_sglang.core import GraniKVError
 from granikv_sglang.demo import report
 from granikv_sglang.demo.client import MODEL, Answer, Round, ask_all, top_two, warm_up
 from granikv_sglang.demo.compare import Verdict, first_difference, judge
-from granikv_sglang.demo.measure import decode_speeds
+from granikv_sglang.demo.measure import decode_speeds, total
 from granikv_sglang.demo.progress import Progress
 from granikv_sglang.demo.servers import MILESTONES, Server, free_ports, wait_ready
 from granikv_sglang.demo.teams import TEAMS, Agent, roster
@@ -28,6 +28,8 @@ from granikv_sglang.embedded import EmbeddedModelError, ensure_model
 # Same for both sides. float32 is named because SGLang makes float16 of a float32 checkpoint otherwise: slower on a CPU,
 # and far noisier. The pool holds both teams twice over. An idle server sleeps: the other side has the cores to itself.
 COMMON_FLAGS = ("--dtype", "float32", "--max-total-tokens", "16384", "--sleep-on-idle", "--served-model-name", MODEL)
+ROUNDS = 2
+"""Of each side. Order: GraniKV, stock, stock, GraniKV; only the first of a side has to read the long prefixes."""
 SIDES: tuple[tuple[str, tuple[str, ...]], ...] = (("GraniKV", ()), ("stock", ("--granikv-off",)))
 
 
@@ -60,7 +62,7 @@ def run(options: Options) -> int:
         # A start counts as much as the tokens of half a side: about what it takes.
         tokens = len(TEAMS) * options.per_team * options.max_tokens
         milestone = max(1, tokens // (2 * len(MILESTONES)))
-        with Progress(2 * (milestone * len(MILESTONES) + tokens)) as progress:
+        with Progress(2 * (milestone * len(MILESTONES) + ROUNDS * tokens)) as progress:
             progress.phase("starting two servers")
             for (name, flags), port in zip(SIDES, free_ports(len(SIDES)), strict=True):
                 servers.append(Server(name, port, (*COMMON_FLAGS, *flags), folder))
@@ -92,10 +94,10 @@ def run(options: Options) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both rounds, what GraniKV's counters grew by, and a verdict for each request whose tokens differ."""
+    """The rounds of both sides, what GraniKV's counters grew by in its first, and verdicts where tokens differ."""
 
-    ours: Round
-    stock: Round
+    ours: list[Round]
+    stock: list[Round]
     delta: dict[str, Any]
     verdicts: list[tuple[Answer, Verdict]]
 
@@ -112,13 +114,20 @@ async def _both_rounds(ours: Server, stock: Server, options: Options, progress: 
         for server in (ours, stock):
             await warm_up(server)
         before = await asyncio.to_thread(ours.granikv_state)
-        our_round = await _round(ours, agents, options, progress, say)
+        our_rounds = [await _round(ours, agents, options, progress, say)]
         after = await asyncio.to_thread(ours.granikv_state)
-        stock_round = await _round(stock, agents, options, progress, lambda _: None)
+        stock_rounds = [await _round(stock, agents, options, progress, _silent) for _ in range(ROUNDS)]
+        our_rounds.append(await _round(ours, agents, options, progress, _silent))
         progress.phase("comparing tokens")
-        verdicts = await asyncio.to_thread(_verdicts, ours, stock, our_round, stock_round)
+        verdicts = []
+        for pair in zip(our_rounds, stock_rounds, strict=True):
+            verdicts += await asyncio.to_thread(_verdicts, ours, stock, *pair)
     delta = report.counters_between(before.get("counters", {}), after.get("counters", {}))
-    return Outcome(our_round, stock_round, delta, verdicts)
+    return Outcome(our_rounds, stock_rounds, delta, verdicts)
+
+
+def _silent(_answer: Answer) -> None:
+    """The transcript shows one round of one side; the others must be the same."""
 
 
 async def _round(
@@ -153,23 +162,30 @@ def _verdicts(ours: Server, stock: Server, our_round: Round, stock_round: Round)
 
 
 def _print_results(outcome: Outcome, options: Options, seconds: float) -> int:
-    ours, stock = outcome.ours, outcome.stock
-    speeds = decode_speeds(*([answer.stamps for answer in side.answers] for side in (ours, stock)))
-    counts = (sum(len(a.token_ids) for a in ours.answers), sum(len(a.token_ids) for a in stock.answers))
+    first = outcome.ours[0]
+    pairs = [
+        decode_speeds(*([answer.stamps for answer in side.answers] for side in pair))
+        for pair in zip(outcome.ours, outcome.stock, strict=True)
+    ]
+    speeds = [pair for pair in pairs if pair is not None]
     ties = sum(verdict.tie for _, verdict in outcome.verdicts)
     equal = ties == len(outcome.verdicts)
+    tokens = sum(len(answer.token_ids) for answer in first.answers)
+    ours, stock = (total(side) for side in zip(*speeds, strict=True)) if speeds else (None, None)
     shared_steps = int(outcome.delta.get("shared_steps", 0))
     summary = {
-        "requests": len(ours.answers),
-        "prefix_groups": len(report.groups(ours.snapshot)),
-        "hot_tokens": int(ours.snapshot.get("hot_tokens", 0)),
+        "requests": len(first.answers),
+        "rounds": ROUNDS,
+        "prefix_groups": len(report.groups(first.snapshot)),
+        "hot_tokens": int(first.snapshot.get("hot_tokens", 0)),
         "shared_steps": shared_steps,
         "tokens_equal_to_stock": equal,
         "prefix_bytes_not_reread": int(outcome.delta.get("bytes_not_reread", 0)),
-        "decode_speedup_vs_stock": round(speeds[0].per_second / speeds[1].per_second, 2) if speeds else None,
+        "decode_speedup_vs_stock": round(ours.per_second / stock.per_second, 2) if ours and stock else None,
+        "decode_speedup_by_round": [round(a.per_second / b.per_second, 2) for a, b in speeds],
+        "decode_tokens_per_second": [round(side.per_second, 1) for side in (ours, stock) if side],
         "ties": ties,
-        "output_tokens": counts[0],
-        "decode_tokens_per_second": [round(speed.per_second, 1) for speed in speeds] if speeds else None,
+        "output_tokens": tokens,
         "versions": {
             "python": python_version(),
             **{name: version(name) for name in ("granikv-sglang", "sglang", "torch", "openai")},
@@ -177,9 +193,13 @@ def _print_results(outcome: Outcome, options: Options, seconds: float) -> int:
         "seconds": round(seconds, 1),
     }
     if not options.json_only:
-        print(report.hot_report(ours.snapshot, outcome.delta))
-        print(report.speed_report(speeds, counts, (ours.seconds, stock.seconds)))
-        print(report.equality_report(len(ours.answers), counts[0], outcome.verdicts))
+        print(report.hot_report(first.snapshot, outcome.delta))
+        print(
+            report.speed_report(
+                speeds, [(a.seconds, b.seconds) for a, b in zip(outcome.ours, outcome.stock, strict=True)]
+            )
+        )
+        print(report.equality_report(ROUNDS * len(first.answers), ROUNDS * tokens, outcome.verdicts))
         print()
     print(json.dumps(summary), flush=True)
     if not equal:
