@@ -4,8 +4,8 @@ Method. Only the time in which *all* requests decode is looked at: it begins whe
 and ends when the first request gets its last one. No prefill runs in it (every prompt has been read by then), and the
 batch is the same on both sides. Both sides are then cut to the same number of tokens, the first ones of that time, and
 the speed is tokens over seconds. The tokens before it, the prefills and the start of the servers count for nothing.
-The rounds alternate (GraniKV, stock, stock, GraniKV), so that a machine that slows down favours neither side, and they are
-put together as all tokens over all seconds.
+The rounds alternate (GraniKV, stock, stock, GraniKV), so that a machine that slows down favours neither side, and they
+are put together as all tokens over all seconds.
 """
 
 from __future__ import annotations
