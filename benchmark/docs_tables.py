@@ -1,0 +1,293 @@
+"""Writes the generated parts of the documentation from the code.
+
+``python benchmark/docs_tables.py [NAME ...] [--check]``. A generated part stands between ``<!-- generated: NAME -->``
+and ``<!-- end: NAME -->``. What the code does not say (why a flag is refused, what to do about a reason code) is in the
+tables below; a row that the code has and a table lacks is an error, so nobody adds a hook or a reason without a line of
+documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "granikv_sglang"
+
+WITHOUT_HOOK: Mapping[str, str] = {
+    "build_allocator": "SGLang's own allocator would be built: it has no contiguous runs, nothing could be promoted.",
+    "at_safe_point": "Nothing would ever be promoted.",
+    "around_run_batch": "Every pass would be UNIFORM: correct, and no faster than stock.",
+    "after_internal_state": "Serving would be right, but nobody could see what HOT does.",
+    "around_support_triton": "SGLang would take Triton code paths on a machine without a GPU, and fail there.",
+}
+"""Handler of a hook -> what would be lost or wrong if the server ran without it."""
+
+WHY_REFUSED: Mapping[str, str] = {
+    "disable_radix_cache": "HOT prefixes are nodes of the radix cache.",
+    "page_size": "Slots are handed out, split and freed one by one; whole pages are not proven.",
+    "enable_hierarchical_cache": "It is a radix cache of its own, with copies of slots on the host.",
+    "enable_lmcache": "It is a radix cache of its own.",
+    "enable_flexkv": "It is a radix cache of its own.",
+    "speculative_algorithm": "A verify pass has several query tokens per row; the plan covers one.",
+    "disaggregation_mode": "A KV transfer in flight refers to slots that a promotion would move.",
+    "enable_dp_attention": "The rows of a pass are then not the rows of the scheduler's batch.",
+    "pp_size": "Several micro-batches are in flight at the safe point; promotion knows of one.",
+    "dcp_size": "One token's KV then lies on one of several ranks.",
+    "enable_mixed_chunk": "Prefill rows in a decode pass are not in the plan.",
+    "enable_pdmux": "Prefill and decode run on two streams; promotion is ordered on one.",
+    "enable_two_batch_overlap": "The batch is split after it was planned.",
+    "enable_streaming_session": "A session holds slots that belong to no live request.",
+    "enable_session_radix_cache": "A session holds slots that belong to no live request.",
+    "enable_hisparse": "KV leaves the device, and a pass reads only part of it.",
+    "enable_unified_memory": "KV is then not one tensor per layer that an extent can be a view of.",
+    "dllm_algorithm": "A diffusion step decodes a block, not one token per row.",
+    "kv_cache_dtype": "Scales of a quantised cache are not folded into the shared pass yet.",
+}
+"""Attribute of ServerArgs, as in checks.py -> why."""
+
+ADVICE: Mapping[str, str] = {
+    "not_decode": "Nothing to do.",
+    "nothing_shared": "If you expected sharing: look at `declines`, and are prompts equal from the first token on?",
+    "too_small": "Normal for short prefixes or few members; to compare, force a regime with `--granikv-regime`.",
+    "forced": "Set `--granikv-regime auto` to let the classifier choose.",
+    "memory_bound": "Nothing to do: this is a shared pass.",
+    "compute_bound": "Nothing to do: this is a shared pass.",
+    "too_short": "Lower `--granikv-min-tokens` if such prefixes are read for many steps.",
+    "few_sharers": "Lower `--granikv-min-sharers` if it is above 2.",
+    "no_saving": "Normal when answers are short: the copy would cost more than it saves.",
+    "no_room": "The pool is too full or fragmented: raise `--max-total-tokens` or `--mem-fraction-static`.",
+    "copy_failed": "Look for an out-of-memory message in the server's log; lower `--mem-fraction-static`.",
+}
+"""Value of a Reason or Decline -> what a person does about it."""
+
+ADAPTERS = (
+    ("granikv_sglang.pools.allocator", "ElasticAllocator"),
+    ("granikv_sglang.tree.radix", "GraniRadixCache"),
+    ("granikv_sglang.backends.attention", "GraniKVAttnBackend"),
+    ("granikv_sglang.plugin.platform", "GraniCpuPlatform"),
+)
+"""Our subclasses of SGLang's classes."""
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; ``|`` and line breaks within cells are made harmless."""
+    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+    for row in rows:
+        lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |")
+    return "\n".join(lines)
+
+
+def _said(notes: Mapping[str, str], key: str, what: str) -> str:
+    if key not in notes:
+        raise SystemExit(f"docs_tables: {what} {key!r} has no line in benchmark/docs_tables.py; write one")
+    return notes[key]
+
+
+# -- docs/upstream.md -------------------------------------------------------------------------------------------------
+
+
+def hooks() -> str:
+    """Every row of the hook table."""
+    from granikv_sglang.plugin.hooks import TABLE  # noqa: PLC0415  (imports SGLang, seconds)
+
+    def short(target: str) -> str:
+        return f"`{target.removeprefix('sglang.srt.')}`"
+
+    rows = [
+        (short(h.target), h.kind.value, h.why, h.until, _said(WITHOUT_HOOK, h.handler, "the hook handled by"))
+        for h in TABLE
+    ]
+    return table(("target, below `sglang.srt`", "kind", "why", "can go when", "without it"), rows)
+
+
+def adapters() -> str:
+    """Our subclasses of SGLang's classes and the upstream methods each of them overrides."""
+    rows = []
+    for module, name in ADAPTERS:
+        cls = getattr(importlib.import_module(module), name)
+        parent = cls.__mro__[1]
+        own = [n for n, member in vars(cls).items() if inspect.isfunction(member) and not n.startswith("__")]
+        overridden = [f"`{n}`" for n in own if any(n in vars(base) for base in cls.__mro__[1:])]
+        upstream = f"`{parent.__module__.removeprefix('sglang.srt.')}.{parent.__name__}`"
+        rows.append((f"`{module.removeprefix('granikv_sglang.')}.{name}`", upstream, ", ".join(overridden)))
+    return table(("ours", "subclass of, below `sglang.srt`", "overrides"), rows)
+
+
+# -- docs/configuration.md --------------------------------------------------------------------------------------------
+
+_RANGE = re.compile(r" \((\d+) to (\d+)\)\.$")
+
+
+def option_range(field: dataclasses.Field[object]) -> str:
+    """What a flag accepts, in words: its choices, or the range at the end of its help text."""
+    if field.metadata.get("choices"):
+        return ", ".join(f"`{choice}`" for choice in field.metadata["choices"])
+    if field.type == "bool":
+        return "given or not"
+    found = _RANGE.search(field.metadata["help"])
+    return f"{found[1]} to {found[2]}" if found else "a name"
+
+
+def flags() -> str:
+    """Every ``--granikv-*`` flag."""
+    from granikv_sglang.config import GraniKVConfig, add_cli_args  # noqa: PLC0415
+
+    fields = dataclasses.fields(GraniKVConfig)
+    rows = [
+        (
+            f"`{f.metadata['flag']}`",
+            "off" if f.default is False else f"`{f.default}`",
+            option_range(f),
+            _RANGE.sub(".", f.metadata["help"]),
+        )
+        for f in fields
+    ]
+    parser = argparse.ArgumentParser(add_help=False)
+    add_cli_args(parser)
+    ours = {f.metadata["flag"] for f in fields}
+    for action in parser._actions:
+        if action.option_strings[0] not in ours:
+            rows.append((f"`{action.option_strings[0]}`", "off", "given or not", action.help or ""))
+    return table(("flag", "default", "accepts", "effect"), rows)
+
+
+def docstrings_of(cls: type[StrEnum]) -> dict[str, str]:
+    """The string below each member of an enum, by the member's value."""
+    tree = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for member, text in zip(tree.body, tree.body[1:], strict=False):
+        if not (isinstance(member, ast.Assign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
+            continue
+        target = member.targets[0]
+        assert isinstance(target, ast.Name)
+        found[cls[target.id].value] = str(text.value.value).replace("``", "`")
+    return found
+
+
+def _codes(cls: type[StrEnum]) -> str:
+    texts = docstrings_of(cls)
+    rows = []
+    for member in cls:
+        meaning = _said(texts, member.value, f"{cls.__name__} (a docstring in core/types.py; it)")
+        rows.append((f"`{member.value}`", meaning, _said(ADVICE, member.value, cls.__name__)))
+    return table(("code", "meaning", "what to do"), rows)
+
+
+def reasons() -> str:
+    """Reason codes of forward passes."""
+    from granikv_sglang.core import Reason  # noqa: PLC0415
+
+    return _codes(Reason)
+
+
+def declines() -> str:
+    """Reason codes of promotions that did not happen."""
+    from granikv_sglang.core import Decline  # noqa: PLC0415
+
+    return _codes(Decline)
+
+
+def refusals() -> str:
+    """Every refused flag with its reason and the mend."""
+    from granikv_sglang.plugin.checks import _REFUSED  # noqa: PLC0415
+
+    rows = [(_flag(flag), _said(WHY_REFUSED, name, "the refused flag"), mend) for name, _, flag, mend in _REFUSED]
+    return table(("refused", "why", "instead"), rows)
+
+
+def refused_flags() -> str:
+    """The refused flags in one paragraph, for the README."""
+    from granikv_sglang.plugin.checks import _REFUSED  # noqa: PLC0415
+
+    return ", ".join(_flag(flag) for _, _, flag, _ in _REFUSED) + "."
+
+
+def _flag(text: str) -> str:
+    """``--page-size above 1`` -> the flag as code, the rest as text."""
+    name, _, rest = text.partition(" ")
+    return f"`{name}`" + (f" {rest}" if rest else "")
+
+
+def metrics() -> str:
+    """Every Prometheus metric, from the calls in plugin/metrics.py (making them would register them for good)."""
+    from granikv_sglang.plugin.metrics import _PLAIN  # noqa: PLC0415
+
+    rows = [(f"`granikv_{name}_total`", "counter", "", text) for name, text in _PLAIN.items()]
+    for call in ast.walk(ast.parse((PACKAGE / "plugin" / "metrics.py").read_text())):
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("Counter", "Gauge"):
+            continue
+        name, text, *more = (_strings(argument) for argument in call.args)
+        if name and text:
+            labels = ", ".join(f"`{label}`" for label in more[0])
+            rows.append((f"`{name[0]}`", ast.unparse(call.func).lower(), labels, text[0]))
+    return table(("metric", "kind", "own labels", "meaning"), rows)
+
+
+def _strings(node: ast.expr) -> list[str]:
+    """A string constant, or the string constants of a list; anything else counts for nothing."""
+    parts = node.elts if isinstance(node, ast.List) else [node]
+    return [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+FILES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "upstream": {"hooks": hooks, "adapters": adapters},
+    "configuration": {
+        "flags": flags, "reasons": reasons, "declines": declines, "refusals": refusals, "metrics": metrics,
+    },
+    "readme": {"refused-flags": refused_flags},
+}  # fmt: skip
+"""Name on the command line -> generated parts of that file."""
+
+
+def path_of(name: str) -> Path:
+    """The file behind a name of :data:`FILES`."""
+    return ROOT / "README.md" if name == "readme" else ROOT / "docs" / f"{name}.md"
+
+
+def filled(name: str) -> str:
+    """The text of a file with its generated parts brought up to date."""
+    text = path_of(name).read_text()
+    for part, make in FILES[name].items():
+        begin, end = f"<!-- generated: {part} -->", f"<!-- end: {part} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"docs_tables: {path_of(name).name} needs {begin} and {end} exactly once")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the files, or with ``--check`` only say which are out of date; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python benchmark/docs_tables.py", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(FILES)}; all when none is given")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a file is out of date")
+    options = parser.parse_args(argv)
+    unknown = [name for name in options.names if name not in FILES]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not one of {', '.join(FILES)}")
+    stale = []
+    for name in options.names or FILES:
+        text = filled(name)
+        if text != path_of(name).read_text():
+            stale.append(path_of(name).relative_to(ROOT))
+            if not options.check:
+                path_of(name).write_text(text)
+    for path in stale:
+        print(f"{path}: {'out of date' if options.check else 'brought up to date'}")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
