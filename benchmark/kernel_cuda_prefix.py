@@ -1,4 +1,4 @@
-"""Time the CUDA prefix pass, alone and with private tails fused into it, and the merge.
+"""Time the CUDA prefix pass, with its merge, and the whole layer (prefix, private tails and merge) in one launch.
 
     python benchmark/kernel_cuda_prefix.py [--trials] [--cases 16Kx64 ...] [--out FILE.jsonl]
 
@@ -127,18 +127,13 @@ def measure(case: str, variant: Variant, heads: tuple[int, int, int], args: argp
         op.run(qs[i], ks[i], vs[i], scale)
         op.merge(out)
 
-    def fused(i: int) -> None:
-        op.run(qs[i], ks[i], vs[i], scale, tails)
-
     def layer(i: int) -> None:
-        op.run(qs[i], ks[i], vs[i], scale, tails)
-        op.merge(out, tails=True)
+        op.run(qs[i], ks[i], vs[i], scale, tails, out)
 
     alone, with_merge = replay_us(prefix, sets, args.replays), replay_us(both, sets, args.replays)
     whole: dict[str, object] = {}
     if variant.tail:
-        for name, step in (("fused_us", fused), ("layer_us", layer)):
-            whole[name] = [round(x, 2) for x in replay_us(step, sets, args.replays)]
+        whole["layer_us"] = [round(x, 2) for x in replay_us(layer, sets, args.replays)]
     flops = sum(4 * n * m * q_heads * dim for n, m in items)
     return {
         "case": case,
@@ -195,11 +190,11 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{'case':10}{'variant':20}  prefix  +merge  TFLOP/s   fused   layer  floor (compute, bytes, tail)  splits")
+    print(f"{'case':10}{'variant':20}  prefix  +merge  TFLOP/s   layer  floor (compute, bytes, tail)  splits")
     for x in lines:
         print(
             f"{x['case']:10}{x['variant']:20}{x['prefix_us'][0]:8.1f}{x['with_merge_us'][0]:8.1f}{x['tflops']:9.0f}"
-            f"{x.get('fused_us', [0])[0]:8.1f}{x.get('layer_us', [0])[0]:8.1f}  {x['floor_us']}  {x['splits']}"
+            f"{x.get('layer_us', [0])[0]:8.1f}  {x['floor_us']}  {x['splits']}"
         )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from granikv_kernels.grouped_prefix_cuda import Grid, plan_worklist
+from granikv_kernels.grouped_prefix_cuda.planner import unit_rows
 
 GRIDS = [Grid(132, 2, 128, 128), Grid(132, 1, 128, 176), Grid(264, 1, 64, 64), Grid(8, 2, 128, 128), Grid(2, 2, 64, 64)]
 
@@ -103,3 +104,22 @@ def test_one_long_prefix_fills_the_gpu(requests):
     even = 16384 / 128 * 8 * (requests * 4 / 128) / 132
     assert work.makespan <= 1.04 * even + 1.5
     assert work.units.shape[0] == 2  # one unit a CTA
+
+
+def test_unit_rows_name_each_members_heads():
+    members = [np.array([7, 2, 9]), np.array([4])]
+    grid = Grid(4, 1, 8, 16)
+    work = plan_worklist([0, 100], [33, 20], [3, 1], 2, 5, grid)
+    rows = unit_rows(work.units, np.concatenate(members), 5, 8)
+    assert rows.shape == (*work.units.shape[:2], 8)
+    seen = set()
+    for unit, source in zip(work.units.reshape(-1, 8), rows.reshape(-1, 8), strict=True):
+        count = unit[5] if unit[1] else 0
+        assert (source[count:] == -1).all()
+        item = 0 if unit[3] == 0 else 1
+        for i in range(count):
+            stacked = unit[4] + i
+            row, head = members[item][stacked // 5], unit[2] * 5 + stacked % 5
+            assert source[i] == row << 8 | head
+            seen.add((item, int(row), int(head)))
+    assert len(seen) == 4 * 10

@@ -87,7 +87,7 @@ class TailParams(ctypes.Structure):
     """The C struct of the same name (csrc/tail.cuh)."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v", "req_to_token", "req_index", "seq_lens", "coverage", "meta")),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "req_to_token", "req_index", "seq_lens", "coverage")),
         ("req_stride", ctypes.c_longlong),
         ("slot_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rows", "kv_heads", "part_base", "wide")),
@@ -101,8 +101,8 @@ def load(trials: bool = False) -> ctypes.CDLL:
     lib.granikv_error.argtypes = [i32]
     lib.granikv_error.restype = ctypes.c_char_p
     lib.granikv_make_map.argtypes = [ptr, ptr, i64, i32, i32, i64, i32, i32]
-    lib.granikv_prefix.argtypes = [i32, i32, i32, *[ptr] * 7, i64, i32, i32, i32, f32, ptr, ptr]
-    lib.granikv_merge.argtypes = [i32, i32, i32, *[ptr] * 9, i32, i32, i32, i32, i32, ptr]
+    lib.granikv_prefix.argtypes = [i32, i32, i32, *[ptr] * 7, i64, i32, i32, i32, f32, *[ptr] * 6, i32, ptr]
+    lib.granikv_merge.argtypes = [i32, i32, i32, *[ptr] * 8, i32, i32, i32, i32, ptr]
     return lib
 
 

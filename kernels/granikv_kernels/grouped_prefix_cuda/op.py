@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from granikv_kernels.grouped_prefix_cuda.build import TailParams, check, load
-from granikv_kernels.grouped_prefix_cuda.planner import Grid, Worklist, plan_worklist
+from granikv_kernels.grouped_prefix_cuda.planner import Grid, Worklist, plan_worklist, unit_rows
 from granikv_kernels.grouped_prefix_cuda.variants import DEFAULT, FUSED, Variant, variant_table
 
 _RING = 4  # pinned buffers in turn: a copy still in flight keeps its buffer while the host plans the next batch
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
-_MAX_TAIL_ROWS, _MAX_TAIL_GQA, _TAIL_WARPS = 512, 8, 3  # TailShape in csrc/tail.cuh
+_MAX_TAIL_ROWS, _MAX_TAIL_GQA, _TAIL_WARPS = 384, 8, 3  # TailShape in csrc/tail.cuh
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class GroupedPrefixCuda:
         variant: Variant | None = None,
         partial_dtype: torch.dtype = torch.float32,
         max_partial_mib: int = 256,
-        max_rounds: int = 64,
+        max_rounds: int = 32,
         trials: bool = False,
     ) -> None:
-        if dtype not in _DTYPES or q_heads % kv_heads or head_dim not in DEFAULT:
+        if dtype not in _DTYPES or q_heads % kv_heads or q_heads > 256 or head_dim not in DEFAULT:
             raise ValueError(f"unsupported: {dtype}, {q_heads}/{kv_heads} heads of {head_dim}")
         self.q_heads, self.kv_heads, self.head_dim, self.dtype = q_heads, kv_heads, head_dim, dtype
         self.gqa = q_heads // kv_heads
@@ -65,12 +65,12 @@ class GroupedPrefixCuda:
         self.grid = Grid(ctas, self.variant.cluster, self.variant.tile_m, self.variant.tile_n)
         self.max_rounds, self.max_pairs = max_rounds, max_pairs
 
-        # One buffer, one copy per plan: offsets, entries, members, units (whose length varies most: last).
+        # One buffer: offsets, entries, coverage, units | rows of the units. One copy a plan for each side of the bar.
         self._at_entries = _align(max_pairs + 1)
-        self._at_members = self._at_entries + _align(4 * max_pairs)
-        self._at_coverage = self._at_members + _align(max_pairs)
+        self._at_coverage = self._at_entries + _align(4 * max_pairs)
         self._at_units = self._at_coverage + _align(max_pairs)
-        words = self._at_units + (max_rounds + 1) * ctas * 8
+        self._at_rows = self._at_units + _align((max_rounds + 1) * ctas * 8)
+        words = self._at_rows + (max_rounds + 1) * ctas * self.variant.tile_m
         self._table = torch.zeros(words, dtype=torch.int32, device=self.device)
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._copied = [torch.cuda.Event() for _ in range(_RING)]
@@ -80,7 +80,7 @@ class GroupedPrefixCuda:
         self.max_partial_rows = max_partial_mib * 2**20 // (head_dim * partial_dtype.itemsize)
         self._tail_workers = ctas * _TAIL_WARPS
         tail_rows = (self._tail_workers + max_pairs * kv_heads) * self.gqa if self.variant.tail else 0
-        self._tail_meta = torch.zeros((max_pairs * kv_heads, 2), dtype=torch.int32, device=self.device)
+        self._arrivals = torch.zeros(1, dtype=torch.int64, device=self.device)  # the kernel's grid barrier
         rows = self.max_partial_rows + tail_rows  # the tails' partial results follow the items'
         self.part_out = torch.empty((rows, head_dim), dtype=partial_dtype, device=self.device)
         self.part_lse = torch.empty(rows, dtype=torch.float32, device=self.device)
@@ -124,13 +124,16 @@ class GroupedPrefixCuda:
             host[: groups + 1] = np.searchsorted(flat[order], np.arange(groups + 1))
         host[groups + 1 : self._at_entries] = pairs  # padding groups are empty
         host[self._at_entries : self._at_entries + 4 * pairs] = work.entries[order].reshape(-1)
-        host[self._at_members : self._at_members + pairs] = flat
         covered = np.zeros(0, dtype=np.int32) if coverage is None else np.asarray(coverage, dtype=np.int32)
         host[self._at_coverage : self._at_coverage + covered.size] = covered
         host[self._at_coverage + covered.size : self._at_units] = 0
         used = self._at_units + work.units.size
         host[self._at_units : used] = work.units.reshape(-1)
         self._table[:used].copy_(self._host[turn][:used], non_blocking=True)
+        sources = unit_rows(work.units, flat, self.gqa, self.grid.tile_m)
+        used = self._at_rows + sources.size
+        host[self._at_rows : used] = sources.reshape(-1)
+        self._table[self._at_rows : used].copy_(self._host[turn][self._at_rows : used], non_blocking=True)
         self._copied[turn].record()
         self.worklist = work
         return work
@@ -142,10 +145,20 @@ class GroupedPrefixCuda:
         v_cache: torch.Tensor,
         sm_scale: float,
         tails: Tails | None = None,
+        out: torch.Tensor | None = None,
+        out_lse: torch.Tensor | None = None,
     ) -> None:
-        """Launch the prefix pass, with ``tails`` the private tails too; results stay in the partial buffers."""
+        """Launch the prefix pass; results stay in the partial buffers for :meth:`merge`.
+
+        With ``tails`` the same launch does the private tails and the merge too, and fills ``out [rows, q_heads,
+        head_dim]`` (and ``out_lse``); the plan must have been made with ``rows`` and ``coverage``.
+        """
         if q.dtype != self.dtype or q.stride(-1) != 1 or q.stride(-2) != self.head_dim or q.stride(0) % 8:
             raise ValueError("q must be [rows, q_heads, head_dim] with dense heads, in the type given at construction")
+        if (tails is None) != (out is None) or (out is not None and out.shape != q.shape):
+            raise ValueError("tails and out, of q's shape, go together")
+        if not (out is None or out.is_contiguous()) or not (out_lse is None or out_lse.is_contiguous()):
+            raise ValueError("out and out_lse must be contiguous")
         base = self._table.data_ptr()
         tail = None if tails is None else self._tail_params(q, k_cache, v_cache, tails)
         code = self._lib.granikv_prefix(
@@ -156,7 +169,7 @@ class GroupedPrefixCuda:
             self._map(v_cache),
             q.data_ptr(),
             base + 4 * self._at_units,
-            base + 4 * self._at_members,
+            base + 4 * self._at_rows,
             self.part_out.data_ptr(),
             self.part_lse.data_ptr(),
             q.stride(0),
@@ -165,6 +178,12 @@ class GroupedPrefixCuda:
             self.grid.ctas,
             sm_scale * math.log2(math.e),
             None if tail is None else ctypes.addressof(tail),
+            base,
+            base + 4 * self._at_entries,
+            _address(out),
+            _address(out_lse),
+            self._arrivals.data_ptr(),
+            self.q_heads,
             torch.cuda.current_stream(self.device).cuda_stream,
         )
         check(self._lib, code, "prefix kernel")
@@ -175,7 +194,6 @@ class GroupedPrefixCuda:
         out_lse: torch.Tensor | None = None,
         own_out: torch.Tensor | None = None,
         own_lse: torch.Tensor | None = None,
-        tails: bool = False,
         overlap: bool = True,
     ) -> None:
         """Merge the partial states of every group, and ``own`` (a tail's state) where given, into ``out``."""
@@ -195,8 +213,6 @@ class GroupedPrefixCuda:
             _address(own_lse),
             out.data_ptr(),
             _address(out_lse),
-            self._tail_meta.data_ptr() if tails else None,
-            self.max_partial_rows,
             out.shape[0],
             self.q_heads,
             self.gqa,
@@ -208,7 +224,7 @@ class GroupedPrefixCuda:
     def _tail_params(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tails: Tails) -> TailParams:
         rows, index, lens = q.shape[0], tails.req_index, tails.seq_lens
         if not self.variant.tail or rows > min(_MAX_TAIL_ROWS, self.max_pairs) or self.gqa > _MAX_TAIL_GQA:
-            raise ValueError("tails need tails=True, at most 512 rows and 8 query heads a KV head")
+            raise ValueError("tails need tails=True, at most 384 rows and 8 query heads a KV head")
         if index.dtype != lens.dtype or lens.dtype not in (torch.int32, torch.int64) or k.stride(0) != v.stride(0):
             raise ValueError("req_index and seq_lens must be of one integer type; K and V of one slot stride")
         if tails.req_to_token.dtype != torch.int32 or index.stride(0) != 1 or lens.stride(0) != 1:
@@ -220,7 +236,6 @@ class GroupedPrefixCuda:
             index.data_ptr(),
             lens.data_ptr(),
             self._table.data_ptr() + 4 * self._at_coverage,
-            self._tail_meta.data_ptr(),
             tails.req_to_token.stride(0),
             k.stride(0),
             rows,

@@ -81,6 +81,20 @@ def plan_worklist(
     )
 
 
+def unit_rows(units: IntArray, member_rows: npt.NDArray[np.integer], gqa: int, tile_m: int) -> IntArray:
+    """``[rounds, ctas, tile_m]``: where each stacked row of a unit is in q, ``row << 8 | query head``; -1: none."""
+    out = np.full((*units.shape[:2], tile_m), -1, dtype=np.int32)
+    busy = units[:, :, 5] > 0
+    unit = units[busy].astype(np.int64)
+    if unit.size:
+        local = np.arange(tile_m)
+        member, g = np.divmod(unit[:, 4, None] + local, gqa)
+        at = np.minimum(unit[:, 3, None] + member, member_rows.size - 1)  # past the tile's rows: not used
+        source = (member_rows[at] << 8) | (unit[:, 2, None] * gqa + g)
+        out[busy] = np.where(local < unit[:, 5, None], source, -1)
+    return out
+
+
 def _chunk_lengths(ideal: float, longest: int) -> list[int]:
     """Chunk lengths worth trying, around an even share per CTA and its fractions."""
     tried = np.ceil(np.maximum(ideal * _TRIES, 1.0)).astype(np.int64)

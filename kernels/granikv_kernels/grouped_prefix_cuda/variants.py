@@ -40,17 +40,14 @@ DEFAULT: dict[int, Variant] = {
     64: Variant(64, 2, 128, 4, 1),
 }
 FUSED: dict[int, Variant] = {
-    128: Variant(128, 2, 128, 2, 1, tail=True),
+    128: Variant(128, 2, 112, 2, 1, tail=True),
     64: Variant(64, 2, 128, 3, 1, tail=True),
 }
 
 # Compiled only for benchmark/kernel_cuda_prefix.py.
 TRIALS: tuple[Variant, ...] = (
     Variant(128, 2, 128, 2, 1),
-    Variant(128, 2, 176, 2, 1),
-    Variant(128, 2, 112, 2, 1, tail=True),
-    Variant(128, 2, 80, 3, 1, tail=True),
-    Variant(128, 1, 128, 3, 1),
+    Variant(128, 2, 80, 2, 1, tail=True),
 )
 
 

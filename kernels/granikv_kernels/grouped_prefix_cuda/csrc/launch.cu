@@ -18,12 +18,15 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
 
 struct LaunchArgs {
   const CUtensorMap *kmap, *vmap;
-  const void *q, *units, *member_rows;
+  const void *q, *units, *unit_rows;
   void *part_out, *part_lse;
   long long q_row_stride;
   int gqa, max_rounds, grid;
   float scale_log2;
-  TailParams tail;
+  const TailParams* tail;
+  const void *offsets, *entries;
+  void *out, *out_lse, *arrivals;
+  int q_heads;
   cudaStream_t stream;
 };
 
@@ -38,24 +41,47 @@ int launch_prefix(const LaunchArgs& a) {
   }
   PrefixParams<typename C::PartT> p{a.q,
                                     static_cast<const Unit*>(a.units),
-                                    static_cast<const int*>(a.member_rows),
+                                    static_cast<const int*>(a.unit_rows),
                                     static_cast<typename C::PartT*>(a.part_out),
                                     static_cast<float*>(a.part_lse),
                                     a.q_row_stride,
                                     a.gqa,
                                     a.max_rounds,
                                     a.scale_log2};
-  cudaLaunchAttribute attr[1];
-  attr[0].id = cudaLaunchAttributeClusterDimension;
-  attr[0].val.clusterDim = {C::kCluster, 1, 1};
+  FusedParams<typename C::T, typename C::PartT> fused{};
+  if (C::kTail && a.tail != nullptr) {
+    fused.tail = *a.tail;
+    fused.merge = {p.part_out,
+                   p.part_lse,
+                   static_cast<const int*>(a.offsets),
+                   static_cast<const MergeEntry*>(a.entries),
+                   nullptr,
+                   nullptr,
+                   static_cast<typename C::T*>(a.out),
+                   static_cast<float*>(a.out_lse),
+                   a.tail->rows,
+                   a.q_heads,
+                   a.gqa};
+    fused.arrivals = static_cast<unsigned long long*>(a.arrivals);
+  }
+  cudaLaunchAttribute attr[2];
+  int attrs = 0;
+  if (C::kCluster > 1) {
+    attr[attrs].id = cudaLaunchAttributeClusterDimension;
+    attr[attrs++].val.clusterDim = {C::kCluster, 1, 1};
+  }
+  if (fused.tail.rows > 0) {  // its CTAs wait for each other
+    attr[attrs].id = cudaLaunchAttributeCooperative;
+    attr[attrs++].val.cooperative = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(a.grid);
   config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = C::kSmem;
   config.stream = a.stream;
   config.attrs = attr;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, *a.kmap, *a.vmap, p, a.tail);
+  config.numAttrs = attrs;
+  return cudaLaunchKernelEx(&config, kernel, *a.kmap, *a.vmap, p, fused);
 }
 
 template <typename PartT, typename OutT, int kD>
@@ -113,13 +139,14 @@ int granikv_make_map(void* out, const void* base, long long slots, int kv_heads,
 }
 
 int granikv_prefix(int variant, int half, int part_half, const void* kmap, const void* vmap, const void* q,
-                   const void* units, const void* member_rows, void* part_out, void* part_lse, long long q_row_stride,
-                   int gqa, int max_rounds, int grid, float scale_log2, const TailParams* tail, void* stream) {
+                   const void* units, const void* unit_rows, void* part_out, void* part_lse, long long q_row_stride,
+                   int gqa, int max_rounds, int grid, float scale_log2, const TailParams* tail, const void* offsets,
+                   const void* entries, void* out, void* out_lse, void* arrivals, int q_heads, void* stream) {
   LaunchArgs a{static_cast<const CUtensorMap*>(kmap),
                static_cast<const CUtensorMap*>(vmap),
                q,
                units,
-               member_rows,
+               unit_rows,
                part_out,
                part_lse,
                q_row_stride,
@@ -127,7 +154,13 @@ int granikv_prefix(int variant, int half, int part_half, const void* kmap, const
                max_rounds,
                grid,
                scale_log2,
-               tail != nullptr ? *tail : TailParams{},
+               tail,
+               offsets,
+               entries,
+               out,
+               out_lse,
+               arrivals,
+               q_heads,
                static_cast<cudaStream_t>(stream)};
 #define GRANIKV_CASE(ID, ...)                                                                              \
   if (variant == ID) {                                                                                     \
@@ -147,8 +180,7 @@ int granikv_prefix(int variant, int half, int part_half, const void* kmap, const
 
 int granikv_merge(int head_dim, int half, int part_half, const void* part_out, const void* part_lse,
                   const void* offsets, const void* entries, const void* own_out, const void* own_lse, void* out,
-                  void* out_lse, const void* tail_meta, int tail_base, int groups, int q_heads, int gqa, int overlap,
-                  void* stream) {
+                  void* out_lse, int groups, int q_heads, int gqa, int overlap, void* stream) {
   const auto go = [&](auto part, auto result, auto dim) -> int {
     using PartT = decltype(part);
     using OutT = decltype(result);
@@ -160,8 +192,6 @@ int granikv_merge(int head_dim, int half, int part_half, const void* part_out, c
                                      static_cast<const float*>(own_lse),
                                      static_cast<OutT*>(out),
                                      static_cast<float*>(out_lse),
-                                     static_cast<const int2*>(tail_meta),
-                                     tail_base,
                                      groups,
                                      q_heads,
                                      gqa};
@@ -175,5 +205,9 @@ int granikv_merge(int head_dim, int half, int part_half, const void* part_out, c
   if (half) return part_half ? by_dim(__half{}, __half{}) : by_dim(float{}, __half{});
   return part_half ? by_dim(__nv_bfloat16{}, __nv_bfloat16{}) : by_dim(float{}, __nv_bfloat16{});
 }
+
+#ifdef GRANIKV_TRACE_ON
+int granikv_read_trace(void* out, int ctas) { return cudaMemcpyFromSymbol(out, g_trace, sizeof(long long) * 16 * ctas); }
+#endif
 
 }  // extern "C"

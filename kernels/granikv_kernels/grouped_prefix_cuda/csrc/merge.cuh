@@ -1,4 +1,4 @@
-// Merge of partial attention states by log-sum-exp: one warp per (group, query head).
+// Merge of partial attention states by log-sum-exp: one warp per (group, a few query heads of one KV head).
 #pragma once
 
 #include "ptx.cuh"
@@ -20,113 +20,157 @@ struct MergeParams {
   const float* own_lse;        // [groups, q_heads], natural logarithm
   OutT* out;                   // [groups, q_heads, D]
   float* out_lse;              // [groups, q_heads] or null
-  const int2* tail_meta;       // [groups * kv_heads] (first id, count) of the fused pass's tail partials, or null
-  int tail_base;
   int groups, q_heads, gqa;
 };
 
+// Not through L1: other CTAs of the same launch may have written these lines since this one last saw them.
 template <int kCount, typename T>
 GRANIKV_DEVICE void load_row(const T* src, float (&dst)[kCount]) {
   if constexpr (sizeof(T) == 4) {
     if constexpr (kCount == 4) {
-      const float4 v = *reinterpret_cast<const float4*>(src);
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(src));
       dst[0] = v.x, dst[1] = v.y, dst[2] = v.z, dst[3] = v.w;
     } else {
-      const float2 v = *reinterpret_cast<const float2*>(src);
+      const float2 v = __ldcg(reinterpret_cast<const float2*>(src));
       dst[0] = v.x, dst[1] = v.y;
     }
   } else {
     T v[kCount];
     if constexpr (kCount == 4) {
-      *reinterpret_cast<uint2*>(v) = *reinterpret_cast<const uint2*>(src);
+      *reinterpret_cast<uint2*>(v) = __ldcg(reinterpret_cast<const uint2*>(src));
     } else {
-      *reinterpret_cast<uint32_t*>(v) = *reinterpret_cast<const uint32_t*>(src);
+      *reinterpret_cast<uint32_t*>(v) = __ldcg(reinterpret_cast<const unsigned int*>(src));
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) dst[i] = static_cast<float>(v[i]);
   }
 }
 
-template <typename PartT, typename OutT, int kD>
-__global__ __launch_bounds__(128) void merge_kernel(const __grid_constant__ MergeParams<PartT, OutT> p) {
-  constexpr int kPer = kD / 32;
-  constexpr int kAhead = 8;
-  const int lane = threadIdx.x % 32;
-  const int pair = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  if (pair >= p.groups * p.q_heads) return;
-  const int group = pair / p.q_heads, head = pair % p.q_heads;
-  const int kv_head = head / p.gqa, g = head % p.gqa;
-  const int first = p.offsets[group], last = p.offsets[group + 1];
-  MergeEntry entry{0, 0, 0, 0};
-  if (first < last) entry = p.entries[first];
-  grid_dependency_wait();
+// The partial results of one (group, KV head), 32 at a time: lane i holds the i-th one's row for the first query head.
+struct PartList {
+  int row = -1;
+  int count = 0;
 
-  float acc[kPer];
-  float top = -INFINITY, sum = 0.0f;
+  __device__ __forceinline__ void add(int base, int splits, int stride, int at) {
+    const int s = at - count;
+    if (s >= 0 && s < splits) row = base + s * stride;
+    count += splits;
+  }
+};
+
+template <typename PartT, typename OutT>
+GRANIKV_DEVICE PartList list_items(const MergeParams<PartT, OutT>& p, int group, int kv_head, int at) {
+  PartList list;
+  const int first = p.offsets[group], last = p.offsets[group + 1];
+  for (int e = first; e < last; ++e) {
+    const MergeEntry entry = p.entries[e];
+    list.add(entry.base + kv_head * entry.kv_stride, entry.splits, entry.split_stride, at);
+  }
+  return list;
+}
+
+// Merges query heads g0 .. g0 + kHeads of one KV head. `list` is the finished first list, `tail(list, at)` appends to a
+// later one what comes from elsewhere. Loads are never skipped: past the end they repeat the last one, with weight 0, so
+// that all of a round are in flight together.
+template <int kD, int kHeads, typename PartT, typename OutT, typename Tail>
+GRANIKV_DEVICE void merge_heads(const MergeParams<PartT, OutT>& p, int group, int kv_head, int g0, int lane, PartList list,
+                                const Tail& tail) {
+  constexpr int kPer = kD / 32, kAhead = 16 / kHeads;
+  const int total = list.count, top_head = min(kHeads, p.gqa - g0) - 1;
+  const size_t first = static_cast<size_t>(group) * p.q_heads + kv_head * p.gqa + g0;
+  float acc[kHeads][kPer], top[kHeads], sum[kHeads], weight[kHeads];
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) acc[i] = 0.0f;
-  if (p.own_out != nullptr) {
-    const float lse = p.own_lse[pair];
-    if (lse > -INFINITY) {  // an empty tail's output is not read: it may be anything
-      load_row<kPer>(p.own_out + static_cast<size_t>(pair) * kD + lane * kPer, acc);
-      top = lse;
-      sum = 1.0f;
+  for (int h = 0; h < kHeads; ++h) {
+    top[h] = -INFINITY;
+    sum[h] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) acc[h][i] = 0.0f;
+    if (p.own_out != nullptr) {
+      const float lse = p.own_lse[first + min(h, top_head)];
+      if (lse > -INFINITY) {  // an empty tail's output is not read: it may be anything
+        load_row<kPer>(p.own_out + (first + min(h, top_head)) * kD + lane * kPer, acc[h]);
+        top[h] = lse;
+        sum[h] = 1.0f;
+      }
     }
   }
-  const auto add = [&](int base, int splits, int stride) {
-    for (int s0 = 0; s0 < splits; s0 += 32) {
-      const int s = s0 + lane;
-      const float lse = s < splits ? p.part_lse[base + s * stride] : -INFINITY;
-      float peak = lse;
+  for (int c0 = 0; c0 < total; c0 += 32) {
+    if (c0 > 0) {
+      list = list_items(p, group, kv_head, c0 + lane);
+      tail(list, c0 + lane);
+    }
+    const int count = min(32, total - c0);
+    float v[kAhead][kHeads][kPer];
+    const auto ask = [&](int j0) {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int row = __shfl_sync(0xffffffff, list.row, min(j0 + j, count - 1)) + g0;
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h)
+          load_row<kPer>(p.part_out + static_cast<size_t>(row + min(h, top_head)) * kD + lane * kPer, v[j][h]);
+      }
+    };
+    float lse[kHeads];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h)
+      lse[h] = list.row >= 0 ? __ldcg(p.part_lse + list.row + g0 + min(h, top_head)) : -INFINITY;
+    ask(0);  // before the weights are known
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      float peak = lse[h];
 #pragma unroll
       for (int d = 16; d > 0; d /= 2) peak = fmaxf(peak, __shfl_xor_sync(0xffffffff, peak, d));
-      const float next = fmaxf(top, peak);
-      if (next == -INFINITY) continue;
-      const float keep = __expf(top - next);
-      float weight = __expf(lse - next), total = weight;
+      const float next = fmaxf(top[h], peak);
+      const float base = next == -INFINITY ? 0.0f : next;
+      const float keep = __expf(top[h] - base);
+      weight[h] = __expf(lse[h] - base);
+      float mass = weight[h];
 #pragma unroll
-      for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(0xffffffff, total, d);
-      sum = sum * keep + total;
-      top = next;
+      for (int d = 16; d > 0; d /= 2) mass += __shfl_xor_sync(0xffffffff, mass, d);
+      sum[h] = sum[h] * keep + mass;
+      top[h] = next;
 #pragma unroll
-      for (int i = 0; i < kPer; ++i) acc[i] *= keep;
-      const int count = min(32, splits - s0);
-      const PartT* src = p.part_out + static_cast<size_t>(base + s0 * stride) * kD + lane * kPer;
-      const size_t step = static_cast<size_t>(stride) * kD;
-      for (int j0 = 0; j0 < count; j0 += kAhead) {
-        float v[kAhead][kPer];
+      for (int i = 0; i < kPer; ++i) acc[h][i] *= keep;
+    }
+    for (int j0 = 0; j0 < count; j0 += kAhead) {
+      if (j0 > 0) ask(j0);
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (j0 + j < count) load_row<kPer>(src + (j0 + j) * step, v[j]);
-        }
+      for (int j = 0; j < kAhead; ++j) {
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (j0 + j < count) {
-            const float w = __shfl_sync(0xffffffff, weight, j0 + j);
+        for (int h = 0; h < kHeads; ++h) {
+          const float held = __shfl_sync(0xffffffff, weight[h], min(j0 + j, count - 1));
+          const float w = j0 + j < count ? held : 0.0f;
 #pragma unroll
-            for (int i = 0; i < kPer; ++i) acc[i] += w * v[j][i];
-          }
+          for (int i = 0; i < kPer; ++i) acc[h][i] += w * v[j][h][i];
         }
       }
     }
-  };
-  for (int e = first; e < last; ++e) {
-    if (e != first) entry = p.entries[e];
-    add(entry.base + kv_head * entry.kv_stride + g, entry.splits, entry.split_stride);
   }
-  if (p.tail_meta != nullptr) {
-    const int2 tail = p.tail_meta[group * (p.q_heads / p.gqa) + kv_head];
-    add(p.tail_base + tail.x * p.gqa + g, tail.y, p.gqa);
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (h > top_head) break;
+    const float inv = sum[h] > 0.0f ? 1.0f / sum[h] : 0.0f;
+    OutT* out = p.out + (first + h) * kD + lane * kPer;
+    if constexpr (kPer == 4) {
+      *reinterpret_cast<uint2*>(out) =
+          make_uint2(pack2<OutT>(acc[h][0] * inv, acc[h][1] * inv), pack2<OutT>(acc[h][2] * inv, acc[h][3] * inv));
+    } else {
+      *reinterpret_cast<uint32_t*>(out) = pack2<OutT>(acc[h][0] * inv, acc[h][1] * inv);
+    }
+    if (p.out_lse != nullptr && lane == 0) p.out_lse[first + h] = sum[h] > 0.0f ? top[h] + logf(sum[h]) : -INFINITY;
   }
-  const float inv = sum > 0.0f ? 1.0f / sum : 0.0f;
-  OutT* out = p.out + static_cast<size_t>(pair) * kD + lane * kPer;
-  if constexpr (kPer == 4) {
-    *reinterpret_cast<uint2*>(out) =
-        make_uint2(pack2<OutT>(acc[0] * inv, acc[1] * inv), pack2<OutT>(acc[2] * inv, acc[3] * inv));
-  } else {
-    *reinterpret_cast<uint32_t*>(out) = pack2<OutT>(acc[0] * inv, acc[1] * inv);
-  }
-  if (p.out_lse != nullptr && lane == 0) p.out_lse[pair] = sum > 0.0f ? top + logf(sum) : -INFINITY;
+}
+
+template <typename PartT, typename OutT, int kD>
+__global__ __launch_bounds__(128) void merge_kernel(const __grid_constant__ MergeParams<PartT, OutT> p) {
+  const int lane = threadIdx.x % 32;
+  const int task = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (task >= p.groups * p.q_heads) return;
+  const int group = task / p.q_heads, head = task - group * p.q_heads;
+  const int kv_head = head / p.gqa;
+  const PartList list = list_items(p, group, kv_head, lane);
+  grid_dependency_wait();
+  merge_heads<kD, 1>(p, group, kv_head, head - kv_head * p.gqa, lane, list, [](PartList&, int) {});
 }
 
 }  // namespace granikv

@@ -8,6 +8,7 @@
 // A **solo** unit is one CTA's own. A cluster has its paired units first: stages of the two CTAs stay in step only there.
 #pragma once
 
+#include "merge.cuh"
 #include "ptx.cuh"
 #include "tail.cuh"
 #include "wgmma.inc"
@@ -18,7 +19,7 @@ struct alignas(16) Unit {
   int slot;     // first slot of the chunk
   int len;      // slots in the chunk; 0 ends a CTA's list
   int kv_head;
-  int member;   // index of the item's first member in member_rows
+  int member;   // index of the item's first member; the host's
   int row;      // first stacked row (member * gqa + g) of the tile
   int rows;     // stacked rows of the tile; 0 for the idle half of a pair
   int part;     // partial-output row of stacked row `row`
@@ -29,7 +30,7 @@ template <typename PartT>
 struct PrefixParams {
   const void* q;
   const Unit* units;
-  const int* member_rows;
+  const int* unit_rows;  // [rounds, grid, kM]: row << 8 | query head of each stacked row, -1 past the last
   PartT* part_out;   // [partial rows, D], normalised
   float* part_lse;   // [partial rows], natural logarithm
   long long q_row_stride;
@@ -52,13 +53,13 @@ struct PrefixConfig {
   static constexpr int kQBytes = kM * kD * 2;
   static constexpr int kBoxRows = kN / kCluster;
   static constexpr int kBarOffset = kQBytes + 2 * kStages * kTileBytes;
-  static constexpr int kTailOffset = kBarOffset + 128;
+  static constexpr int kTailOffset = kBarOffset + 256;  // rows of a tail tile lie on their own size
   static constexpr int kSmem = kTail ? kTailOffset + TailShape<kD>::kBytes : kTailOffset;
   // What ptxas hands out at launch, and how setmaxnreg deals it out again.
-  static constexpr int kProducerRegs = kTail ? 112 : kWg == 3 ? 32 : 40;
+  static constexpr int kProducerRegs = kTail ? 120 : kWg == 3 ? 32 : 40;
   static constexpr int kConsumerRegs = kWg == 1 ? (kCtasPerSm == 2 ? 208 : 240) : kWg == 2 ? (kTail ? 192 : 232) : 160;
   static_assert(kD == 64 || kD == 128, "head size");
-  static_assert(4 * kStages * 8 <= 128 && (!kTail || kWg == 2), "layout");
+  static_assert(4 * kStages * 8 <= 256 && (!kTail || kWg == 2), "layout");
   static_assert(kN % 16 == 0 && kN <= 256 && kBoxRows % 8 == 0, "tile");
   static_assert(kSmem * kCtasPerSm <= (228 - kCtasPerSm) * 1024, "shared memory");
 };
@@ -169,21 +170,22 @@ struct Consumer {
     if constexpr (C::kWg > 1) bar_arrive(1 + (wg + 1 == C::kWg ? 0 : wg + 1), 256);
   }
 
-  __device__ __forceinline__ void load_q(const Unit& u) {
+  // Needs the unit's place only, not the unit: one wait for memory less before the first product.
+  __device__ __forceinline__ void load_q(int place) {
     constexpr int kChunks = kD / 8;            // 16-byte chunks of a row
     constexpr int kStep = 128 / kChunks;       // rows the warpgroup covers at a time
     const int chunk = thread % kChunks;
     const uint32_t base = sm.q + wg * 64 * kD * 2 + (chunk / 8) * 8192;
     int4 value[64 / kStep];
+    int source[64 / kStep];
+#pragma unroll
+    for (int i = 0; i < 64 / kStep; ++i)
+      source[i] = __ldg(p.unit_rows + static_cast<size_t>(place) * C::kM + wg * 64 + thread / kChunks + i * kStep);
 #pragma unroll
     for (int i = 0; i < 64 / kStep; ++i) {
-      const int local = wg * 64 + thread / kChunks + i * kStep;
       value[i] = make_int4(0, 0, 0, 0);
-      if (local < u.rows) {
-        const int stacked = u.row + local;
-        const int member = stacked / p.gqa;
-        const int head = u.kv_head * p.gqa + stacked - member * p.gqa;
-        const T* src = static_cast<const T*>(p.q) + p.member_rows[u.member + member] * p.q_row_stride + head * kD;
+      if (source[i] >= 0) {
+        const T* src = static_cast<const T*>(p.q) + (source[i] >> 8) * p.q_row_stride + (source[i] & 255) * kD;
         value[i] = __ldg(reinterpret_cast<const int4*>(src) + chunk);
       }
     }
@@ -290,9 +292,9 @@ struct Consumer {
     bar_sync(4, 128 * C::kWg);
   }
 
+  // Its Q has been loaded.
   __device__ __forceinline__ void run_unit(const Unit& u) {
     paired = u.paired != 0;
-    load_q(u);
     const int blocks = (u.len + kN - 1) / kN;
     const int valid = u.len - (blocks - 1) * kN;  // of the last block, which comes first
 #pragma unroll
@@ -305,6 +307,7 @@ struct Consumer {
     pin(s);
     release(sm.k_empty + 8 * kst.index);
     kst.next();
+    GRANIKV_TRACE(3, wg == 0 && thread == 0);
     if (valid < kN) mask(valid);
     softmax(true);
     pack_p();
@@ -353,7 +356,9 @@ struct Consumer {
     pin(o);
     release(sm.v_empty + 8 * vst.index);
     vst.next();
+    GRANIKV_TRACE(4, wg == 0 && thread == 0);
     store(u);
+    GRANIKV_TRACE(5, wg == 0 && thread == 0);
   }
 
   __device__ __forceinline__ void store(const Unit& u) {
@@ -379,14 +384,119 @@ struct Consumer {
   }
 };
 
+// What a launch that also does the tails needs: it merges everything itself, after a barrier of the whole grid.
+template <typename T, typename PartT>
+struct FusedParams {
+  TailParams tail;
+  MergeParams<PartT, T> merge;
+  unsigned long long* arrivals;  // counts CTAs over all launches; never reset
+};
+
+template <typename C>
+GRANIKV_DEVICE TailRows tail_rows(uint8_t* smem) {
+  using Shape = TailShape<C::kD>;
+  int* at = reinterpret_cast<int*>(smem + C::kTailOffset + Shape::kRingBytes);
+  return {at, at + Shape::kMaxRows, at + 2 * Shape::kMaxRows, at + 3 * Shape::kMaxRows};
+}
+
+constexpr int kTailDoneBarrier = 9, kGridDoneBarrier = 10;
+
+template <typename C>
+GRANIKV_DEVICE void run_tail(const PrefixParams<typename C::PartT>& p,
+                             const FusedParams<typename C::T, typename C::PartT>& fused, uint8_t* smem) {
+  using Shape = TailShape<C::kD>;
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0) - 1;
+  TailWarp<typename C::T, typename C::PartT, C::kD> worker{
+      fused.tail,
+      static_cast<const typename C::T*>(p.q),
+      p.q_row_stride,
+      p.part_out,
+      p.part_lse,
+      p.gqa,
+      p.scale_log2,
+      tail_rows<C>(smem),
+      smem_addr(smem + C::kTailOffset) + warp * Shape::kRing * 2 * Shape::kHalf,
+      static_cast<int>(threadIdx.x % 32),
+      static_cast<int>(blockIdx.x) * Shape::kWarps + warp,
+      static_cast<int>(gridDim.x) * Shape::kWarps};
+  const int per_head = worker.read_rows(warp);
+  GRANIKV_TRACE(6, threadIdx.x == 32);
+  worker.run(per_head);
+  GRANIKV_TRACE(8, threadIdx.x == 32);
+  bar_arrive(kTailDoneBarrier, 32 * Shape::kWarps + 128 * C::kWg);
+}
+
+// Consumers: wait for all CTAs, then each warp merges its share of (row, KV head). Every CTA of the grid is resident
+// (one an SM, a cooperative launch), so waiting for the others cannot hang.
+template <typename C>
+GRANIKV_DEVICE void merge_all(const FusedParams<typename C::T, typename C::PartT>& fused, uint8_t* smem) {
+  const auto& m = fused.merge;
+  const TailParams& t = fused.tail;
+  const int lane = threadIdx.x % 32, workers = gridDim.x * TailShape<C::kD>::kWarps;
+  const int warp = (threadIdx.x - 128) / 32;
+  const TailRows rows = tail_rows<C>(smem);
+  bar_sync(kTailDoneBarrier, 32 * TailShape<C::kD>::kWarps + 128 * C::kWg);
+  GRANIKV_TRACE(9, threadIdx.x == 128);
+  unsigned long long target = 0;
+  if (threadIdx.x == 128) {
+    __threadfence();
+    const unsigned long long ticket = atomicAdd(fused.arrivals, 1ull);
+    target = (ticket / gridDim.x + 1) * gridDim.x;
+  }
+  const int per_head = rows.first_tile[t.rows - 1] + rows.tiles(t.rows - 1);
+  const int share = tail_share(per_head, t.kv_heads, workers);
+  // As few heads a task as keep to one task a warp: the whole GPU merges a small batch, and loads are in flight together.
+  const int warps = 4 * C::kWg * gridDim.x;
+  const int heads = t.rows * m.q_heads <= warps ? 1 : t.rows * t.kv_heads * ((m.gqa + 1) / 2) <= warps ? 2 : 4;
+  const int per_kv = (m.gqa + heads - 1) / heads, tasks = t.rows * t.kv_heads * per_kv;
+  bool waited = false;
+  for (int task = warp * gridDim.x + blockIdx.x; task < tasks || !waited; task += warps) {
+    const bool mine = task < tasks;
+    const int unit = task / per_kv, g0 = (task - unit * per_kv) * heads;
+    const int row = unit / t.kv_heads, head = unit - row * t.kv_heads;
+    const auto tail = [&](PartList& list, int at) {
+      const int2 parts = tail_partials(rows, row, head, t.kv_heads, share);
+      list.add(t.part_base + parts.x * m.gqa, parts.y, m.gqa, at);
+    };
+    PartList list;
+    if (mine) {
+      list = list_items(m, row, head, lane);
+      tail(list, lane);
+    }
+    if (!waited) {
+      if (threadIdx.x == 128) {
+        unsigned long long seen;
+        do {
+          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(fused.arrivals) : "memory");
+        } while (seen < target);
+      }
+      __syncwarp();
+      bar_sync(kGridDoneBarrier, 128 * C::kWg);
+      waited = true;
+      GRANIKV_TRACE(10, threadIdx.x == 128);
+    }
+    if (!mine) break;
+    if (heads == 1) {
+      merge_heads<C::kD, 1>(m, row, head, g0, lane, list, tail);
+    } else if (heads == 2) {
+      merge_heads<C::kD, 2>(m, row, head, g0, lane, list, tail);
+    } else {
+      merge_heads<C::kD, 4>(m, row, head, g0, lane, list, tail);
+    }
+  }
+  GRANIKV_TRACE(11, threadIdx.x == 128);
+}
+
 template <typename C>
 __global__ __launch_bounds__(C::kThreads, C::kCtasPerSm) void prefix_kernel(
     const __grid_constant__ CUtensorMap kmap, const __grid_constant__ CUtensorMap vmap,
-    const __grid_constant__ PrefixParams<typename C::PartT> p, const __grid_constant__ TailParams tail) {
+    const __grid_constant__ PrefixParams<typename C::PartT> p,
+    const __grid_constant__ FusedParams<typename C::T, typename C::PartT> fused) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const SharedView<C> sm(smem_addr(smem));
   const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   const uint32_t rank = C::kCluster == 1 ? 0 : cluster_rank();
+  GRANIKV_TRACE_START(threadIdx.x == 0);
   if (threadIdx.x == 0) {
     tma_prefetch_map(&kmap);
     tma_prefetch_map(&vmap);
@@ -408,25 +518,7 @@ __global__ __launch_bounds__(C::kThreads, C::kCtasPerSm) void prefix_kernel(
     if (threadIdx.x == 0) produce<C>(sm, &kmap, &vmap, p.units, p.max_rounds, rank);
     __syncwarp();
     if constexpr (C::kTail) {
-      const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0) - 1;
-      if (warp >= 0 && tail.rows > 0) {
-        using Shape = TailShape<C::kD>;
-        int* per_row = reinterpret_cast<int*>(smem + C::kTailOffset + Shape::kRingBytes);
-        TailWarp<typename C::T, typename C::PartT, C::kD> worker{
-            tail,
-            static_cast<const typename C::T*>(p.q),
-            p.q_row_stride,
-            p.part_out,
-            p.part_lse,
-            p.gqa,
-            p.scale_log2,
-            TailRows{per_row, per_row + Shape::kMaxRows, per_row + 2 * Shape::kMaxRows},
-            smem_addr(smem + C::kTailOffset) + warp * Shape::kRing * Shape::kPiece,
-            static_cast<int>(threadIdx.x % 32),
-            static_cast<int>(blockIdx.x) * Shape::kWarps + warp,
-            static_cast<int>(gridDim.x) * Shape::kWarps};
-        worker.run(warp);
-      }
+      if (threadIdx.x >= 32 && fused.tail.rows > 0) run_tail<C>(p, fused, smem);
     }
     grid_launch_dependents();
   } else {
@@ -434,11 +526,17 @@ __global__ __launch_bounds__(C::kThreads, C::kCtasPerSm) void prefix_kernel(
     Consumer<C> consumer(sm, p, group - 1, rank);
     if (group == C::kWg) consumer.turn_pass();  // the first turn is the first warpgroup's
     for (int round = 0; round < p.max_rounds; ++round) {
-      const int4* src = reinterpret_cast<const int4*>(p.units + static_cast<size_t>(round) * gridDim.x + blockIdx.x);
+      const int place = round * gridDim.x + blockIdx.x;
+      const int4* src = reinterpret_cast<const int4*>(p.units + place);
       const int4 a = __ldg(src), b = __ldg(src + 1);
+      consumer.load_q(place);
       if (a.y == 0) break;
+      GRANIKV_TRACE(2, threadIdx.x == 128);
       const Unit u{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
       consumer.run_unit(u);
+    }
+    if constexpr (C::kTail) {
+      if (fused.tail.rows > 0) merge_all<C>(fused, smem);
     }
     grid_launch_dependents();
   }

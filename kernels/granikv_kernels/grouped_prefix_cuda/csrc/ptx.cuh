@@ -145,4 +145,27 @@ __device__ __forceinline__ uint32_t pack2<__half>(float lo, float hi) {
   return r;
 }
 
+// ---- timeline (-DGRANIKV_TRACE_ON): per CTA, clock cycles at named points; slot 0 is %globaltimer at its start --------
+#ifdef GRANIKV_TRACE_ON
+__device__ unsigned long long g_trace[1024 * 16];
+#define GRANIKV_TRACE(SLOT, WHEN)                                                                 \
+  do {                                                                                            \
+    if (WHEN) g_trace[blockIdx.x * 16 + (SLOT)] = static_cast<unsigned long long>(clock64());     \
+  } while (0)
+#define GRANIKV_TRACE_START(WHEN)                                                                 \
+  do {                                                                                            \
+    if (WHEN) {                                                                                   \
+      unsigned long long now;                                                                     \
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));                                     \
+      g_trace[blockIdx.x * 16] = now;                                                             \
+      g_trace[blockIdx.x * 16 + 1] = static_cast<unsigned long long>(clock64());                  \
+    }                                                                                             \
+  } while (0)
+#else
+#define GRANIKV_TRACE(SLOT, WHEN) \
+  do {                            \
+  } while (0)
+#define GRANIKV_TRACE_START(WHEN) GRANIKV_TRACE(0, WHEN)
+#endif
+
 }  // namespace granikv

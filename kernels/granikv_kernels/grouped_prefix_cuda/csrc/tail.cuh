@@ -23,7 +23,6 @@ struct TailParams {
   const void* req_index;       // [rows], row of req_to_token
   const void* seq_lens;        // [rows]
   const int* coverage;         // [rows], tokens the prefix items already cover
-  int2* meta;                  // [rows * kv_heads]: first partial id, number of partials
   long long req_stride;
   long long slot_stride;       // elements between slots of k and v
   int rows;                    // 0: no tails in this launch
@@ -56,37 +55,52 @@ GRANIKV_DEVICE uint32_t movmatrix_trans(uint32_t x) {
 template <typename T>
 GRANIKV_DEVICE void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 }
 
-// Shared memory of the tail warps: what every warp needs of every row, and each warp's ring of 16-row pieces (K or V).
+// Shared memory of the tail warps: what every warp needs of every row, and each warp's ring of tiles (16 rows of K, 16 of V).
 template <int kD>
 struct TailShape {
   static constexpr int kWarps = 3;
-  static constexpr int kRing = 5;
-  static constexpr int kMaxRows = 512;
-  static constexpr int kPiece = 16 * kD * 2;
-  static constexpr int kRingBytes = kWarps * kRing * kPiece;
-  static constexpr int kBytes = kRingBytes + 3 * kMaxRows * 4;
+  static constexpr int kRing = 3;
+  static constexpr int kMaxRows = 384;
+  static constexpr int kHalf = 16 * kD * 2;
+  static constexpr int kRingBytes = kWarps * kRing * 2 * kHalf;
+  static constexpr int kBytes = kRingBytes + 4 * kMaxRows * 4;
 };
 
 struct TailRows {
-  int* first_tile;  // in units of one KV head: the unit (row, head) starts at first_tile[row] * kv_heads + head * tiles
+  int* first_tile;  // of one KV head: the unit (row, head) starts at first_tile[row] * kv_heads + head * tiles(row)
   int* begin;       // coverage
   int* length;
+  int* request;     // row of req_to_token
+
+  __device__ __forceinline__ int tiles(int row) const { return (length[row] + 15) / 16; }
 };
+
+// Tiles a tail warp takes, from the tiles of one KV head.
+GRANIKV_DEVICE int tail_share(int per_head, int kv_heads, int workers) {
+  return (per_head * kv_heads + workers - 1) / workers;
+}
+// First partial id and number of partials of a unit.
+GRANIKV_DEVICE int2 tail_partials(const TailRows& rows, int row, int head, int kv_heads, int share) {
+  const int tiles = rows.tiles(row);
+  if (tiles == 0) return make_int2(0, 0);
+  const int first = rows.first_tile[row] * kv_heads + head * tiles;
+  const int w0 = first / share;
+  return make_int2(w0 + row * kv_heads + head, (first + tiles - 1) / share - w0 + 1);
+}
 
 template <typename T, typename PartT, int kD>
 struct TailWarp {
   using Shape = TailShape<kD>;
-  static constexpr int kRing = Shape::kRing;
   static constexpr float kSlack = 8.0f;  // as in the prefix pass
 
   // A place on the line of tiles.
@@ -105,19 +119,18 @@ struct TailWarp {
   uint32_t ring;
   int lane, worker, workers;
 
-  __device__ __forceinline__ int tiles_of(int row) const { return (rows.length[row] + 15) / 16; }
-
   // Fills `rows`: all tail warps of the CTA together. Returns the number of tiles of one KV head.
   __device__ __forceinline__ int read_rows(int local_warp) {
     for (int r = local_warp * 32 + lane; r < t.rows; r += 32 * Shape::kWarps) {
-      const int begin = t.coverage[r];
+      const int begin = t.coverage[r], end = load_index(t.seq_lens, r, t.wide);
+      rows.request[r] = load_index(t.req_index, r, t.wide);
       rows.begin[r] = begin;
-      rows.length[r] = max(load_index(t.seq_lens, r, t.wide) - begin, 0);
+      rows.length[r] = max(end - begin, 0);
     }
     bar_sync(8, 32 * Shape::kWarps);
     int total = 0;
     for (int r0 = 0; r0 < t.rows; r0 += 32) {  // every warp scans all rows: no second barrier
-      const int mine = r0 + lane < t.rows ? tiles_of(r0 + lane) : 0;
+      const int mine = r0 + lane < t.rows ? rows.tiles(r0 + lane) : 0;
       int sum = mine;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
@@ -131,17 +144,6 @@ struct TailWarp {
     return total;
   }
 
-  // Every unit's partials are described once: by the arithmetic all warps share, no message needed.
-  __device__ __forceinline__ void write_meta(int share) {
-    for (int u = worker * 32 + lane; u < t.rows * t.kv_heads; u += workers * 32) {
-      const int row = u / t.kv_heads, head = u - row * t.kv_heads;
-      const int tiles = tiles_of(row);
-      const int first = rows.first_tile[row] * t.kv_heads + head * tiles;
-      const int w0 = share ? first / share : 0;
-      t.meta[u] = make_int2(w0 + u, tiles ? (first + tiles - 1) / share - w0 + 1 : 0);
-    }
-  }
-
   __device__ __forceinline__ Cursor locate(int at) const {
     int lo = 0, hi = t.rows - 1;  // the last row that starts at or before `at` and is not empty
     while (lo < hi) {
@@ -152,7 +154,7 @@ struct TailWarp {
         hi = mid - 1;
       }
     }
-    const int tiles = tiles_of(lo), left = at - rows.first_tile[lo] * t.kv_heads;
+    const int tiles = rows.tiles(lo), left = at - rows.first_tile[lo] * t.kv_heads;
     return {lo, left / tiles, left % tiles, tiles};
   }
   __device__ __forceinline__ void advance(Cursor& c) const {
@@ -163,94 +165,100 @@ struct TailWarp {
     do {
       ++c.row;
     } while (c.row < t.rows && rows.length[c.row] == 0);
-    c.tiles = c.row < t.rows ? tiles_of(c.row) : 1;
+    c.tiles = c.row < t.rows ? rows.tiles(c.row) : 1;
   }
 
   // Slot of this lane's token (lane % 16) of a tile; past the end, the last token again: finite and unused.
   __device__ __forceinline__ int slot_at(const Cursor& c) const {
     const int token = rows.begin[c.row] + min(c.tile * 16 + lane % 16, rows.length[c.row] - 1);
-    return __ldg(t.req_to_token + load_index(t.req_index, c.row, t.wide) * t.req_stride + token);
+    return __ldg(t.req_to_token + rows.request[c.row] * t.req_stride + token);
   }
 
-  __device__ __forceinline__ void fetch(const void* cache, int slots, int head, int piece) const {
+  // One half (K or V) of a tile into shared memory at `half`.
+  __device__ __forceinline__ void fetch(const void* cache, int slots, int head, uint32_t half) const {
     constexpr int kChunks = kD / 8;          // 16-byte chunks of a row
     constexpr int kRows = 32 / kChunks;      // rows the warp covers at a time
     const int chunk = lane % kChunks;
-    const uint32_t base = ring + (piece % kRing) * Shape::kPiece;
+    // The swizzle (16-byte chunk ^ row % 8) splits into a lane's part and a part known at compile time.
+    const uint32_t base = half + lane / kChunks * kD * 2 + ((chunk ^ (lane / kChunks)) << 4);
+    const T* src = static_cast<const T*>(cache) + head * kD + chunk * 8;
 #pragma unroll
     for (int i = 0; i < 16 / kRows; ++i) {
-      const int r = i * kRows + lane / kChunks;
-      const int slot = __shfl_sync(0xffffffff, slots, r);
-      const T* src = static_cast<const T*>(cache) + slot * t.slot_stride + head * kD + chunk * 8;
-      cp_async_16(base + r * kD * 2 + ((chunk ^ (r % 8)) << 4), src);
+      const int slot = __shfl_sync(0xffffffff, slots, i * kRows + lane / kChunks);
+      cp_async_16((base ^ ((i * kRows % 8) << 4)) + i * kRows * kD * 2, src + slot * t.slot_stride);
     }
   }
+  __device__ __forceinline__ uint32_t k_half(int tile) const { return ring + tile % Shape::kRing * 2 * Shape::kHalf; }
+  __device__ __forceinline__ uint32_t v_half(int tile) const { return k_half(tile) + Shape::kHalf; }
 
-  __device__ __forceinline__ void run(int local_warp) {
-    const int per_head = read_rows(local_warp);
+  // Step i scores tile i + 1 beside summing tile i, since matrix instructions wait for a gap in the prefix pass's: one
+  // wait a tile, not two. So K runs one tile ahead of V; two steps' worth of both are in flight.
+  __device__ __forceinline__ void run(int per_head) {
     const int total = per_head * t.kv_heads;
-    const int share = (total + workers - 1) / workers;
-    write_meta(share);
-    const int first = worker * share, last = min(first + share, total);
-    if (first >= last) return;
+    const int share = tail_share(per_head, t.kv_heads, workers);
+    const int first = worker * share, count = min(share, total - first);
+    if (count <= 0) return;
 
-    Cursor ahead = locate(first), here = ahead;
-    int slots[3];  // of the next tiles to be fetched, so that a slot's load is long done when it is used
-    int heads[3];
-    int asked = first;
-    const auto ask = [&](int i) {
-      heads[i] = ahead.head;
-      slots[i] = asked < last ? slot_at(ahead) : 0;
-      if (asked < last) advance(ahead);
-      ++asked;
+    Cursor asked = locate(first), scored = asked, summed = asked;
+    int tile_asked = 0;
+    const auto ask = [&](int& slots, int& head) {
+      head = asked.head;
+      slots = tile_asked < count ? slot_at(asked) : 0;
+      if (tile_asked < count) advance(asked);
+      ++tile_asked;
     };
+    int slots[4], heads[4];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) ask(i);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {  // two tiles in flight before the loop
-      if (first + i < last) fetch(t.k, slots[i], heads[i], 2 * i);
-      cp_async_commit();
-      if (first + i < last) fetch(t.v, slots[i], heads[i], 2 * i + 1);
-      cp_async_commit();
-    }
-    slots[0] = slots[2];
-    heads[0] = heads[2];
-
+    for (int i = 0; i < 4; ++i) ask(slots[i], heads[i]);
     uint32_t qf[kD / 8];
+    load_q(scored, qf);
+    fetch(t.k, slots[0], heads[0], k_half(0));
+    if (count > 1) fetch(t.k, slots[1], heads[1], k_half(1));
+    fetch(t.v, slots[0], heads[0], v_half(0));
+    cp_async_commit();
+    if (count > 2) fetch(t.k, slots[2], heads[2], k_half(2));
+    if (count > 1) fetch(t.v, slots[1], heads[1], v_half(1));
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncwarp();
+    GRANIKV_TRACE(7, threadIdx.x == 32);
+    float s[4];
+    scores(k_half(0), qf, s);
+    advance(scored);
+    if (count > 1 && scored.tile == 0) load_q(scored, qf);
+
     float o[kD / 16][4];
     float top[2], sum[2];
     bool fresh = true;
 #pragma unroll 1
-    for (int at = first, piece = 0; at < last; ++at, piece += 2) {
-      ask(1);  // the tile after the one fetched below
+    for (int i = 0; i < count; ++i) {
+      int next_slots, next_head;  // of tile i + 4: its load is done when the next step uses it
+      ask(next_slots, next_head);
       if (fresh) {
-        load_q(here, qf);
 #pragma unroll
-        for (int i = 0; i < kD / 16; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+        for (int j = 0; j < kD / 16; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
         top[0] = top[1] = -INFINITY;
         sum[0] = sum[1] = 0.0f;
       }
-      const bool more = at + 2 < last;
-      if (more) fetch(t.k, slots[0], heads[0], piece + 4);
+      if (i + 3 < count) fetch(t.k, slots[3], heads[3], k_half(i + 3));
+      if (i + 2 < count) fetch(t.v, slots[2], heads[2], v_half(i + 2));
       cp_async_commit();
-      cp_async_wait<4>();
-      __syncwarp();
-      float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      scores(piece, qf, s);
-      __syncwarp();
+      slots[2] = slots[3], heads[2] = heads[3];
+      slots[3] = next_slots, heads[3] = next_head;
       uint32_t p[2];
-      softmax(rows.length[here.row] - here.tile * 16, s, p, o, top, sum);
-      if (more) fetch(t.v, slots[0], heads[0], piece + 5);
-      cp_async_commit();
-      cp_async_wait<4>();
+      softmax(rows.length[summed.row] - summed.tile * 16, s, p, o, top, sum);
+      cp_async_wait<2>();
       __syncwarp();
-      values(piece + 1, p, o);
+      values(v_half(i), p, o);
+      if (i + 1 < count) {
+        scores(k_half(i + 1), qf, s);
+        advance(scored);
+        if (i + 2 < count && scored.tile == 0) load_q(scored, qf);
+      }
       __syncwarp();
-      slots[0] = slots[1];
-      heads[0] = heads[1];
-      fresh = here.tile + 1 == here.tiles || at + 1 == last;
-      if (fresh) store(here, o, top, sum);
-      advance(here);
+      fresh = summed.tile + 1 == summed.tiles || i + 1 == count;
+      if (fresh) store(summed, o, top, sum);
+      advance(summed);
     }
   }
 
@@ -262,24 +270,30 @@ struct TailWarp {
     for (int i = 0; i < kD / 8; ++i) qf[i] = g < gqa ? __ldg(reinterpret_cast<const uint32_t*>(src + 8 * i)) : 0u;
   }
 
-  __device__ __forceinline__ void scores(int piece, const uint32_t (&qf)[kD / 8], float (&s)[4]) const {
+  // Four chains: a matrix instruction waits its turn behind the prefix pass's, so a chain of eight would be the bottleneck.
+  __device__ __forceinline__ void scores(uint32_t k, const uint32_t (&qf)[kD / 8], float (&s)[4]) const {
     const int r = lane % 16;
-    const uint32_t base = ring + (piece % kRing) * Shape::kPiece + r * kD * 2;
+    const uint32_t base = k + r * kD * 2 + ((lane / 16 ^ r % 8) << 4);
+    float part[4][4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) part[c][0] = part[c][1] = part[c][2] = part[c][3] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
       uint32_t a[4];
-      ldmatrix_x4(a, base + (((2 * i + lane / 16) ^ (r % 8)) << 4));
-      mma_16816<T>(s, a, qf[2 * i], qf[2 * i + 1]);
+      ldmatrix_x4(a, base ^ (i << 5));
+      mma_16816<T>(part[i % 4], a, qf[2 * i], qf[2 * i + 1]);
     }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[e] = (part[0][e] + part[1][e]) + (part[2][e] + part[3][e]);
   }
 
-  __device__ __forceinline__ void values(int piece, const uint32_t (&p)[2], float (&o)[kD / 16][4]) const {
+  __device__ __forceinline__ void values(uint32_t v, const uint32_t (&p)[2], float (&o)[kD / 16][4]) const {
     const int r = lane % 8 + lane / 16 * 8;
-    const uint32_t base = ring + (piece % kRing) * Shape::kPiece + r * kD * 2;
+    const uint32_t base = v + r * kD * 2 + ((lane / 8 % 2 ^ r % 8) << 4);
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
       uint32_t a[4];
-      ldmatrix_x4_trans(a, base + (((2 * i + lane / 8 % 2) ^ (r % 8)) << 4));
+      ldmatrix_x4_trans(a, base ^ (i << 5));
       mma_16816<T>(o[i], a, p[0], p[1]);
     }
   }
