@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_harness import environment, time_graph, write_lines
+
 from granikv_kernels.copy_slots.launch import SlotCopier
 from granikv_kernels.copy_slots.record import RECORD
 from granikv_kernels.record import CopyCase
-from kernel_harness import environment, time_graph, write_lines
 
 
 def bench(case: CopyCase) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+
 from granikv_kernels.grouped_decode import GroupedDecode, KernelConfig, grouped_decode_reference
 from granikv_kernels.record import DecodeCase
 

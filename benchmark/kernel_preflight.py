@@ -1,26 +1,26 @@
 """Compile grouped decode for Hopper on a machine without a GPU and print registers, spills and shared memory.
 
-Usage: PYTHONPATH=kernels python benchmark/kernel_preflight.py [field=value ...]   (fields of KernelConfig)
+Usage: PYTHONPATH=kernels python benchmark/kernel_preflight.py
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
-from granikv_kernels.grouped_decode.config import KernelConfig
-from granikv_kernels.grouped_decode.fused import fused_kernel
-from granikv_kernels.grouped_prefix.kernel import prefix_kernel
-from granikv_kernels.tail_attention.kernel import tail_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from granikv_kernels.grouped_decode.config import KernelConfig, default_config
+from granikv_kernels.grouped_prefix.kernel import prefix_kernel
+from granikv_kernels.merge_state.kernel import merge_kernel
+from granikv_kernels.tail_attention.kernel import tail_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "part_out_ptr": "*fp32", "part_lse_ptr": "*fp32"}
@@ -66,33 +66,24 @@ def check(config: KernelConfig, q_heads: int = 32, kv_heads: int = 8, dim: int =
         "Q_HEADS": q_heads, "GQA": q_heads // kv_heads, "D": dim, "SLOT_STRIDE": kv_heads * dim, "HEAD_STRIDE": dim,
         "COMPUTE": tl.bfloat16, "PRECISION": None, "PDL": c.pdl,
     }  # fmt: skip
-    prefix = {
-        "BLOCK_M": c.block_m,
-        "SMALL_M": c.small_m,
-        "BLOCK_N": c.block_n,
-        "STAGES": c.stages,
-        "SMALL_STAGES": c.small_stages,
-    }
-    prefix |= {"LAZY": c.lazy, "TMA": c.tma} | ({} if c.tma else {"k_desc": None, "v_desc": None})
-    tail = {"KV_HEADS": kv_heads, "EVICT": c.tail_evict, "BLOCK_G": 16}
-    if c.fused:
-        both = shape | prefix | tail | {"TAIL_BLOCK_N": c.tail_block_n, "TAIL_STAGES": c.tail_stages}
-        return {"fused": resources(compile_kernel(fused_kernel, both, num_warps=c.warps, maxnreg=c.max_registers))}
-    out = {
-        "prefix": resources(compile_kernel(prefix_kernel, shape | prefix, num_warps=c.warps, maxnreg=c.max_registers))
-    }
-    one = shape | tail | {"BLOCK_N": c.tail_block_n, "STAGES": c.tail_stages, "FLATTEN": c.tail_flatten}
-    out["tail"] = resources(compile_kernel(tail_kernel, one, num_warps=c.tail_warps, launch_pdl=c.pdl))
+    out = {}
+    for name, tile in (("wide", c.wide), ("narrow", c.narrow)):
+        prefix = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "TMA": c.tma, "FIRST": False}
+        if not c.tma:
+            prefix |= {"k_desc": None, "v_desc": None}
+        compiled = compile_kernel(prefix_kernel, shape | prefix, num_warps=tile.warps, maxnreg=tile.max_registers)
+        out[name] = resources(compiled)
+    merge = {"Q_HEADS": q_heads, "D": dim, "BLOCK_H": c.merge_heads, "BLOCK_P": c.merge_parts, "PDL": c.pdl}
+    out["merge"] = resources(compile_kernel(merge_kernel, merge, num_warps=c.merge_warps, launch_pdl=c.pdl))
+    t = c.tail
+    tail = shape | {"KV_HEADS": kv_heads, "BLOCK_G": 16, "BLOCK_N": t.block_n, "STAGES": t.stages}
+    compiled = compile_kernel(tail_kernel, tail, num_warps=t.warps, maxnreg=t.max_registers, launch_pdl=c.pdl)
+    out["tail"] = resources(compiled)
     return out
 
 
 def main() -> None:
-    fields = {f.name: f.type for f in dataclasses.fields(KernelConfig)}
-    chosen: dict[str, Any] = {}
-    for arg in sys.argv[1:]:
-        name, value = arg.split("=")
-        chosen[name] = (value == "True") if fields[name] == "bool" else int(value)
-    for name, text in check(KernelConfig(**chosen)).items():
+    for name, text in check(default_config(torch.bfloat16, 128)).items():
         print(f"{name:7s} {text}")
 
 

@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from granikv_kernels.grouped_decode import KernelConfig
-from granikv_kernels.grouped_decode.record import RECORD
-from granikv_kernels.record import DecodeCase
 from kernel_harness import (
     Batch,
     environment,
@@ -33,17 +30,21 @@ from kernel_harness import (
 )
 from kernel_rounds import ROUNDS
 
+from granikv_kernels.grouped_decode import KernelConfig
+from granikv_kernels.grouped_decode.record import RECORD
+from granikv_kernels.record import DecodeCase
+
 LAYERS = 4
 PASSES = 2
 
 
-def compile_point(task: tuple[str, dict[str, Any]]) -> str:
+def compile_point(task: tuple[str, KernelConfig]) -> str:
     """In a worker: run one small batch, which compiles what the point needs."""
-    kind, fields = task
+    kind, config = task
     try:
         case = DecodeCase("small", 32, 8, 128, ((200, (0, 1)),), (70, 3))
         batch = make_batch(case, 1)
-        op = make_op(batch, KernelConfig(**fields))
+        op = make_op(batch, config)
         if kind == "prefix":
             op.run_prefix(batch.q[0], batch.k[0], batch.v[0], batch.scale)
         elif kind == "tail":
@@ -53,7 +54,7 @@ def compile_point(task: tuple[str, dict[str, Any]]) -> str:
             run_layer(op, batch, 0)
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{kind} {fields}: {error!r}"[:400]
+        return f"{kind} {short(config)}: {error!r}"[:400]
     return ""
 
 
@@ -86,10 +87,10 @@ def error_of(batch: Batch, config: KernelConfig, expected: torch.Tensor) -> floa
 
 
 def main() -> None:
-    path, chosen = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "1"
-    plan: list[tuple[str, list[str], list[dict[str, Any]]]] = ROUNDS[chosen]
+    path, chosen = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "4"
+    plan = ROUNDS[chosen]
     began = time.time()
-    tasks = [(kind, fields) for kind, _, points in plan for fields in points]
+    tasks = [(kind, config) for kind, _, points in plan for config in points]
     workers = min(len(tasks), max(1, (os.cpu_count() or 4) - 2))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for text in pool.map(compile_point, tasks):
@@ -105,16 +106,15 @@ def main() -> None:
         for p, (kind, shapes, points) in enumerate(plan):
             if name not in shapes:
                 continue
-            for c, fields in enumerate(points):
-                row = rows.setdefault((p, c), {"kind": kind, "config": fields, "us": {}, "error": {}})
+            for c, config in enumerate(points):
+                row = rows.setdefault((p, c), {"kind": kind, "config": short(config), "us": {}, "error": {}})
                 try:
-                    config = dataclasses.replace(KernelConfig(), **fields)
                     if kind in ("prefix", "tail", "layer"):
                         row["error"][name] = error_of(batch, config, expected)
                     row["us"][name] = measure(kind, batch, config)
                 except Exception as error:
                     row["us"][name] = (float("nan"),) * 3
-                    print(kind, fields, name, repr(error)[:300], flush=True)
+                    print(kind, short(config), name, repr(error)[:300], flush=True)
                     if "CUDA error" in repr(error):
                         traceback.print_exc()
                         raise SystemExit(1) from error
@@ -127,16 +127,14 @@ def main() -> None:
         for c in range(len(points)):
             row = rows[(p, c)]
             worst = max(row["error"].values(), default=0.0)
-            print(
-                " " * 8
-                + " ".join(f"{row['us'][s][0]:10.1f}" for s in shapes)
-                + f"  {worst:.1e} "
-                + short(row["config"])
-            )
+            print(" " * 8 + " ".join(f"{row['us'][s][0]:10.1f}" for s in shapes) + f"  {worst:.1e} " + row["config"])
 
 
-def short(fields: dict[str, Any]) -> str:
-    return " ".join(f"{k}={v}" for k, v in fields.items())
+def short(config: KernelConfig) -> str:
+    """What differs from the shipped point."""
+    shipped = KernelConfig()
+    changed = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return " ".join(f"{k}={v}" for k, v in changed.items() if v != getattr(shipped, k)) or "shipped"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+
+@dataclass(frozen=True)
+class PrefixTile:
+    """Tile and launch of one prefix grid.
+
+    Attributes:
+        block_m, block_n: query rows and slots of a tile.
+        stages: software-pipelining depth.
+        warps, max_registers: of a program; ``ctas_per_sm`` programs an SM make the persistent grid.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+    ctas_per_sm: int
+    max_registers: int | None = None
+
+
+@dataclass(frozen=True)
+class TailTile:
+    """Tile and launch of the tail grid.
+
+    Attributes:
+        block_n, stages, warps, max_registers: as in :class:`PrefixTile`.
+        ctas_per_sm: programs an SM; more than fit, so that they start one by one as room appears.
+        units_per_sm: (split, KV head) units an SM that the schedule aims at.
+    """
+
+    block_n: int
+    stages: int
+    warps: int
+    ctas_per_sm: int
+    units_per_sm: int = 4
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -12,52 +48,33 @@ class KernelConfig:
     """One tuning point.
 
     Attributes:
-        block_m, small_m: query rows of a prefix unit; items with at most ``small_m`` rows a KV head take the small tile.
-        block_n: slots of one prefix tile.
-        stages, small_stages: software-pipelining depth of the two prefix loops.
-        warps, ctas_per_sm, max_registers: shape of the prefix launch; the grid is ``ctas_per_sm`` programs an SM.
-        tail_block_n, tail_stages, tail_warps, tail_ctas_per_sm: the same for the tail launch.
-        tail_units_per_sm: (split, KV head) units an SM that the tail schedule aims at.
-        tail_flatten: let the compiler pipeline the tail's loads across units.
-        tail_evict: cache policy of the tail's loads, which nothing reads twice.
-        merge_parts, merge_warps: partials that one step of a merge program takes, and its warps.
+        wide: grid for items with many query rows, bound by arithmetic. Its registers and shared memory leave room on each
+            SM for a program of the tail grid, which is bound by memory: the two run side by side.
+        narrow: grid for items with at most ``narrow_rows`` query rows a KV head, bound by memory: two programs an SM, for
+            more loads in flight. It runs first; where it has no unit it costs a launch.
+        tail: the tail grid.
+        merge_heads, merge_parts, merge_warps: heads of a merge program, partials that one of its steps takes, its warps.
         tma: prefix tiles through the bulk tensor copy engine.
-        lazy: rescale the prefix accumulator only when a maximum has grown by 2^8.
-        fused: prefix and tail units in one persistent launch.
-        pdl: programmatic dependent launch: the tail pass starts beside the prefix pass, the merge is set up early.
-        unit_overhead: prologue and epilogue of a prefix unit, in tiles of ``block_n`` slots (host planning).
-        small_cost: time of a small tile over that of a large one (host planning).
+        pdl: programmatic dependent launch: each grid may start beside the one before it.
+        unit_overhead: prologue and epilogue of a prefix unit, in tiles (host planning).
     """
 
-    block_m: int = 128
-    small_m: int = 64
-    block_n: int = 64
-    stages: int = 2
-    small_stages: int = 3
-    warps: int = 4
-    ctas_per_sm: int = 2
-    max_registers: int | None = None
-    tail_block_n: int = 64
-    tail_stages: int = 3
-    tail_warps: int = 4
-    tail_ctas_per_sm: int = 2
-    tail_units_per_sm: int = 4
-    tail_flatten: bool = False
-    tail_evict: str = ""
-    merge_parts: int = 16
-    merge_warps: int = 1
-    tma: bool = False
-    lazy: bool = False
-    fused: bool = False
+    wide: PrefixTile = field(default_factory=lambda: PrefixTile(128, 64, 3, 8, 1, 192))
+    narrow: PrefixTile = field(default_factory=lambda: PrefixTile(64, 64, 3, 4, 2))
+    narrow_rows: int = 32
+    tail: TailTile = field(default_factory=lambda: TailTile(64, 3, 4, 8))
+    merge_heads: int = 4
+    merge_parts: int = 5
+    merge_warps: int = 4
+    tma: bool = True
     pdl: bool = True
     unit_overhead: float = 3.0
-    small_cost: float = 0.6
 
 
 def default_config(dtype: torch.dtype, head_dim: int) -> KernelConfig:
-    """The shipped tuning point, by element size: float32 tiles take twice the shared memory."""
-    if dtype.itemsize > 2:
-        return KernelConfig(
-            block_m=64, small_m=16, block_n=32, stages=1, small_stages=1, tail_block_n=32, tail_stages=1, warps=4
-        )
+    """The shipped tuning point. It was measured for 2-byte types and head size 128; larger elements or heads get less tile."""
+    if dtype.itemsize > 2 or head_dim > 128:
+        tile = PrefixTile(64, 32, 1, 4, 1)
+        narrow = PrefixTile(16, 32, 1, 4, 1)
+        return KernelConfig(tile, narrow, 16, TailTile(32, 1, 4, 8), tma=False)
     return KernelConfig()

@@ -16,8 +16,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from granikv_kernels.grouped_decode.arena import Arena
-from granikv_kernels.grouped_decode.config import KernelConfig, default_config
-from granikv_kernels.grouped_decode.fused import fused_kernel
+from granikv_kernels.grouped_decode.config import KernelConfig, PrefixTile, default_config
 from granikv_kernels.grouped_decode.plan import UNIT_FIELDS, Item, Limits, StepPlan, plan_step
 from granikv_kernels.grouped_prefix.kernel import prefix_kernel
 from granikv_kernels.interpret import compute_dtype, launch, next_power_of_2
@@ -69,9 +68,8 @@ class GroupedDecode:
             cuda = self.device.type == "cuda"
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
         self.num_sms = num_sms
-        self.programs = num_sms * self.config.ctas_per_sm
-        self.limits = Limits.of(max_rows, max_items, max_pairs, self.gqa, kv_heads, self.programs, self.config)
-        self._split_target = max(1, num_sms * self.config.tail_units_per_sm // kv_heads)
+        self.limits = Limits.of(max_rows, max_items, max_pairs, self.gqa, kv_heads, num_sms, self.config)
+        self._split_target = max(1, num_sms * self.config.tail.units_per_sm // kv_heads)
         splits = max_rows + self._split_target
         limits = self.limits
         self._arena = Arena(
@@ -88,7 +86,6 @@ class GroupedDecode:
         # tail_ptr is one longer than needed: a graph for fewer rows reads entry `rows`, never beyond.
         self._tail_ptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=self.device)
         self._splits = torch.zeros((splits, TAIL_FIELDS), dtype=torch.int32, device=self.device)
-        self._queue = torch.zeros(2, dtype=torch.int32, device=self.device)
         parts = limits.parts + splits
         self._part_out = torch.empty((parts, q_heads, head_dim), dtype=torch.float32, device=self.device)
         self._part_lse = torch.empty((parts, q_heads), dtype=torch.float32, device=self.device)
@@ -100,7 +97,7 @@ class GroupedDecode:
     @property
     def workspace_bytes(self) -> int:
         """Device memory held by this object."""
-        tensors = (self._tail_ptr, self._splits, self._queue, self._part_out, self._part_lse, self.lse)
+        tensors = (self._tail_ptr, self._splits, self._part_out, self._part_lse, self.lse)
         return self._arena.bytes + sum(t.numel() * t.element_size() for t in tensors)
 
     def poison(self) -> None:
@@ -120,12 +117,12 @@ class GroupedDecode:
         """
         if coverage.shape[0] > self.limits.rows:
             raise ValueError(f"coverage of {coverage.shape[0]} rows, the buffers hold {self.limits.rows}")
-        step = plan_step(items, self.gqa, self.kv_heads, self.programs, self.config, self.limits)
+        step = plan_step(items, self.gqa, self.kv_heads, self.num_sms, self.config, self.limits)
         full = np.zeros(self.limits.rows, np.int32)
         full[: coverage.shape[0]] = coverage
         self._arena.upload(
             {
-                "head": np.array([step.units.shape[0]], np.int32),
+                "head": np.array([0, step.wide, step.units.shape[0]], np.int32),
                 "coverage": full,
                 "part_ptr": step.part_ptr,
                 "pair_row": step.pair_row,
@@ -146,7 +143,7 @@ class GroupedDecode:
             schedule_kernel, (1,),
             seq_lens, req_pool_indices, self._arena["coverage"], self._tail_ptr, self._splits,
             seq_lens.shape[0], self._split_target,
-            ROWS=next_power_of_2(self.limits.rows), ALIGN=self.config.tail_block_n, num_warps=4,
+            ROWS=next_power_of_2(self.limits.rows), ALIGN=self.config.tail.block_n, num_warps=4,
         )  # fmt: skip
 
     def run(
@@ -178,11 +175,8 @@ class GroupedDecode:
         self._check(q, k_cache, v_cache, req_to_token, out)
         if reschedule:
             self.schedule(seq_lens, req_pool_indices)
-        if self.config.fused:
-            self.run_fused(q, k_cache, v_cache, req_to_token, sm_scale)
-        else:
-            self.run_prefix(q, k_cache, v_cache, sm_scale)
-            self.run_tail(q, k_cache, v_cache, req_to_token, sm_scale)
+        self.run_prefix(q, k_cache, v_cache, sm_scale)
+        self.run_tail(q, k_cache, v_cache, req_to_token, sm_scale)
         self.run_merge(out)
         return out
 
@@ -221,68 +215,60 @@ class GroupedDecode:
             "PRECISION": self._precision,
         }
 
-    def _descriptors(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, Any]:
-        """K and V as ``[slots, kv_heads * head_dim]`` for the tensor copy engine; passed by value, so safe in a graph."""
-        if not self.config.tma:
-            return None, None
-        shape, strides = [k_cache.shape[0], self.kv_heads * self.head_dim], [k_cache.stride(0), 1]
-        block = [self.config.block_n, self.head_dim]
-        return TensorDescriptor(k_cache, shape, strides, block), TensorDescriptor(v_cache, shape, strides, block)
-
     def run_prefix(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> None:
         """The prefix pass alone: partials of every (item, member)."""
-        c, arena = self.config, self._arena
+        # Narrow first: when it is empty, its programs are gone before the wide grid and the tail pass need the room.
+        self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, {})
+        self._run_class(0, self.config.wide, q, k_cache, v_cache, sm_scale, self._pdl_launch)
+
+    def _run_class(
+        self,
+        which: int,
+        tile: PrefixTile,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        sm_scale: float,
+        pdl_launch: dict[str, bool],
+    ) -> None:
+        arena, programs = self._arena, self.num_sms * tile.ctas_per_sm
+        k_desc, v_desc = None, None
+        if self.config.tma:
+            # As [slots, kv_heads * head_dim]. Passed to the kernel by value, so safe in a graph.
+            shape, strides = [k_cache.shape[0], self.kv_heads * self.head_dim], [k_cache.stride(0), 1]
+            k_desc, v_desc = (
+                TensorDescriptor(x, shape, strides, [tile.block_n, self.head_dim]) for x in (k_cache, v_cache)
+            )
         launch(
-            prefix_kernel, (self.programs,),
-            arena["head"], arena["units"], q, q.stride(0), k_cache, v_cache, *self._descriptors(k_cache, v_cache),
-            arena["pair_row"], arena["pair_part"],
-            self._part_out, self._part_lse, sm_scale * LOG2_E, self.programs,
-            **self._shape(k_cache), BLOCK_M=c.block_m, SMALL_M=c.small_m, BLOCK_N=c.block_n,
-            STAGES=c.stages, SMALL_STAGES=c.small_stages, LAZY=c.lazy, TMA=c.tma, PDL=self._pdl,
-            num_warps=c.warps, maxnreg=c.max_registers,
+            prefix_kernel, (programs,),
+            arena["head"], arena["units"], q, q.stride(0), k_cache, v_cache, k_desc, v_desc,
+            arena["pair_row"], arena["pair_part"], self._part_out, self._part_lse, sm_scale * LOG2_E, which, programs,
+            **self._shape(k_cache), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, TMA=self.config.tma,
+            PDL=self._pdl, FIRST=not pdl_launch, num_warps=tile.warps, maxnreg=tile.max_registers, **pdl_launch,
         )  # fmt: skip
 
     def run_tail(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, req_to_token: torch.Tensor, sm_scale: float
     ) -> None:
         """The tail pass alone: partials of every split of every tail."""
-        c = self.config
-        programs = self.num_sms * c.tail_ctas_per_sm
+        tile = self.config.tail
+        programs = self.num_sms * tile.ctas_per_sm
         launch(
             tail_kernel, (programs,),
             self._tail_ptr, self._splits, q, q.stride(0), k_cache, v_cache, req_to_token, req_to_token.stride(0),
             self._part_out, self._part_lse, sm_scale * LOG2_E, q.shape[0], self.limits.parts, programs,
-            **self._shape(k_cache), KV_HEADS=self.kv_heads, BLOCK_G=self._block_g, BLOCK_N=c.tail_block_n,
-            STAGES=c.tail_stages, EVICT=c.tail_evict, FLATTEN=c.tail_flatten, PDL=self._pdl,
-            num_warps=c.tail_warps, **self._pdl_launch,
-        )  # fmt: skip
-
-    def run_fused(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, req_to_token: torch.Tensor, sm_scale: float
-    ) -> None:
-        """Prefix and tail pass in one launch."""
-        c, arena = self.config, self._arena
-        launch(
-            fused_kernel, (self.programs,),
-            arena["head"], arena["units"], self._tail_ptr, self._splits, self._queue,
-            q, q.stride(0), k_cache, v_cache, *self._descriptors(k_cache, v_cache),
-            arena["pair_row"], arena["pair_part"], req_to_token, req_to_token.stride(0),
-            self._part_out, self._part_lse, sm_scale * LOG2_E, q.shape[0], self.limits.parts,
-            max(1, self.programs - self.num_sms),
-            **self._shape(k_cache), KV_HEADS=self.kv_heads, BLOCK_M=c.block_m, SMALL_M=c.small_m, BLOCK_N=c.block_n,
-            STAGES=c.stages, SMALL_STAGES=c.small_stages, BLOCK_G=self._block_g, TAIL_BLOCK_N=c.tail_block_n,
-            TAIL_STAGES=c.tail_stages, EVICT=c.tail_evict, LAZY=c.lazy, TMA=c.tma, PDL=self._pdl,
-            num_warps=c.warps, maxnreg=c.max_registers,
+            **self._shape(k_cache), KV_HEADS=self.kv_heads, BLOCK_G=self._block_g, BLOCK_N=tile.block_n,
+            STAGES=tile.stages, PDL=self._pdl, num_warps=tile.warps, maxnreg=tile.max_registers, **self._pdl_launch,
         )  # fmt: skip
 
     def run_merge(self, out: torch.Tensor) -> None:
         """The merge alone: partials to output and LSE."""
-        c, arena = self.config, self._arena
+        c = self.config
         launch(
-            merge_kernel, (out.shape[0], self.q_heads),
-            arena["part_ptr"], self._tail_ptr, self._part_out, self._part_lse,
-            out, out.stride(0), self.lse, self._queue, self.limits.parts,
-            Q_HEADS=self.q_heads, D=self.head_dim, BLOCK_P=c.merge_parts, PDL=self._pdl,
+            merge_kernel, (out.shape[0], -(-self.q_heads // c.merge_heads)),
+            self._arena["part_ptr"], self._tail_ptr, self._part_out, self._part_lse,
+            out, out.stride(0), self.lse, self.limits.parts,
+            Q_HEADS=self.q_heads, D=self.head_dim, BLOCK_H=c.merge_heads, BLOCK_P=c.merge_parts, PDL=self._pdl,
             num_warps=c.merge_warps, **self._pdl_launch,
         )  # fmt: skip
 

@@ -30,12 +30,14 @@ class Limits:
     parts: int
 
     @staticmethod
-    def of(rows: int, items: int, pairs: int, gqa: int, kv_heads: int, programs: int, config: KernelConfig) -> Limits:
+    def of(rows: int, items: int, pairs: int, gqa: int, kv_heads: int, num_sms: int, config: KernelConfig) -> Limits:
         """Enough for every plan of ``items`` items with ``pairs`` members in all, and four waves of units besides."""
-        lines = items + -(-pairs * gqa // config.block_m)
-        extra = -(-4 * programs // kv_heads)
-        members = -(-config.block_m // gqa)
-        return Limits(rows, items, pairs, kv_heads * (lines + extra), pairs + members * extra)
+        units, parts = 0, pairs
+        for tile in (config.wide, config.narrow):
+            extra = -(-4 * num_sms * tile.ctas_per_sm // kv_heads)
+            units += kv_heads * (items + -(-pairs * gqa // tile.block_m) + extra)
+            parts += extra * -(-tile.block_m // gqa)
+        return Limits(rows, items, pairs, units, parts)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class StepPlan:
     """What one step's kernels read.
 
     Attributes:
-        units: ``[units, 8]``, fields as in ``grouped_prefix.kernel.UNIT_FIELDS``; program p takes p, p + programs, ...
+        units: ``[units, 8]``, fields as in ``grouped_prefix.kernel.UNIT_FIELDS``: the wide ones, then the narrow ones. In
+            each class program p takes p, p + programs, ...
+        wide: how many are wide.
         pair_row: ``[pairs]`` batch row of each (item, member).
         pair_part: ``[pairs]`` first partial of each pair; its splits follow.
         part_ptr: ``[rows + 1]`` the run of prefix partials of each row.
@@ -51,6 +55,7 @@ class StepPlan:
     """
 
     units: Ints
+    wide: int
     pair_row: Ints
     pair_part: Ints
     part_ptr: Ints
@@ -58,16 +63,16 @@ class StepPlan:
 
 
 def plan_step(
-    items: Sequence[Item], gqa: int, kv_heads: int, programs: int, config: KernelConfig, limits: Limits
+    items: Sequence[Item], gqa: int, kv_heads: int, num_sms: int, config: KernelConfig, limits: Limits
 ) -> StepPlan:
-    """Cut every item into chunks so that the units balance over ``programs`` and list each row's partials.
+    """Cut every item into chunks so that the units balance over the programs, and number each row's partials.
 
     Raises ValueError where the items exceed ``limits`` or name a row outside it.
     """
     items = [item for item in items if item[1] > 0 and len(item[2]) > 0]
     if not items:
         none = np.zeros(0, np.int32)
-        return StepPlan(none.reshape(0, UNIT_FIELDS), none, none, np.zeros(limits.rows + 1, np.int32), 0)
+        return StepPlan(none.reshape(0, UNIT_FIELDS), 0, none, none, np.zeros(limits.rows + 1, np.int32), 0)
     members = np.fromiter((len(item[2]) for item in items), np.int32, len(items))
     pair_row = np.fromiter(chain.from_iterable(item[2] for item in items), np.int32, int(members.sum()))
     _check(len(items), pair_row, limits)
@@ -76,11 +81,18 @@ def plan_step(
     first_pair = np.cumsum(members, dtype=np.int32) - members
 
     query_rows = members * gqa
-    small = query_rows <= config.small_m
-    row_tiles = np.where(small, 1, -(-query_rows // config.block_m)).astype(np.int32)
-    cost = np.where(small, config.small_cost, 1.0)
-    tiles = -(-tokens // config.block_n)
-    per_split = _choose_chunks(tiles, cost, row_tiles, members, kv_heads, programs, config, limits)
+    narrow = query_rows <= config.narrow_rows
+    block_m = np.where(narrow, config.narrow.block_m, config.wide.block_m).astype(np.int32)
+    block_n = np.where(narrow, config.narrow.block_n, config.wide.block_n).astype(np.int32)
+    row_tiles = -(-query_rows // block_m)
+    tiles = -(-tokens // block_n)
+    per_split = np.empty_like(tiles)
+    for of_class, tile in ((~narrow, config.wide), (narrow, config.narrow)):
+        # The two grids run one after the other: each is balanced on its own.
+        if of_class.any():
+            per_split[of_class] = _choose_chunks(
+                tiles[of_class], row_tiles[of_class], kv_heads, num_sms * tile.ctas_per_sm, config.unit_overhead
+            )
     splits = -(-tiles // per_split)
 
     # Units in (item, split, KV head, row tile) order: row tiles that read the same chunk are neighbours, and share L2.
@@ -90,24 +102,28 @@ def plan_step(
     k = k // row_tiles[item]
     kv_head = k % kv_heads
     split = k // kv_heads
-    chunk = (per_split * config.block_n)[item]
+    chunk = (per_split * block_n)[item]
     offset = split * chunk
     length = np.minimum(chunk, tokens[item] - offset)
-    first_row = row_tile * config.block_m
+    first_row = row_tile * block_m[item]
     units = np.stack(
         (
             starts[item] + offset,
             length,
             first_pair[item],
             first_row,
-            np.minimum(first_row + config.block_m, query_rows[item]),
+            np.minimum(first_row + block_m[item], query_rows[item]),
             kv_head,
             split,
-            small[item],
+            np.zeros_like(item),
         ),
         axis=1,
     ).astype(np.int32)
-    order = _snake(np.argsort(-(length * cost[item]), kind="stable"), programs)
+    by_length = np.argsort(-length, kind="stable")
+    is_narrow = narrow[item[by_length]]
+    wide_order = _snake(by_length[~is_narrow], num_sms * config.wide.ctas_per_sm)
+    narrow_order = _snake(by_length[is_narrow], num_sms * config.narrow.ctas_per_sm)
+    order = np.concatenate((wide_order, narrow_order))
 
     # A row's partials lie side by side, the splits of one pair next to each other.
     pair_splits = np.repeat(splits, members)
@@ -117,7 +133,7 @@ def plan_step(
     pair_part[by_row] = ends - pair_splits[by_row]
     part_ptr = np.zeros(limits.rows + 1, np.int32)
     part_ptr[1:] = np.cumsum(np.bincount(pair_row, weights=pair_splits, minlength=limits.rows))
-    return StepPlan(units[order], pair_row, pair_part, part_ptr, int(ends[-1]))
+    return StepPlan(units[order], wide_order.size, pair_row, pair_part, part_ptr, int(ends[-1]))
 
 
 def _check(items: int, pair_row: Ints, limits: Limits) -> None:
@@ -129,30 +145,18 @@ def _check(items: int, pair_row: Ints, limits: Limits) -> None:
         raise ValueError(f"an item names row {pair_row.max()}, the buffers hold {limits.rows} rows")
 
 
-def _choose_chunks(
-    tiles: Ints,
-    cost: npt.NDArray[np.float64],
-    row_tiles: Ints,
-    members: Ints,
-    kv_heads: int,
-    programs: int,
-    config: KernelConfig,
-    limits: Limits,
-) -> Ints:
-    """Tiles per chunk of each item: the common chunk cost whose waves of units end soonest, evened out per item."""
-    most = float((tiles * cost).max())
-    wanted = most / np.arange(1, 129, dtype=np.float64)
-    chunk = np.maximum(np.ceil(wanted[:, None] / cost[None, :]), 1)
-    splits = np.ceil(tiles[None, :] / chunk)
-    per_split = np.ceil(tiles[None, :] / splits)
-    splits = np.ceil(tiles[None, :] / per_split)
-    units = (splits * row_tiles[None, :]).sum(axis=1) * kv_heads
-    parts = (splits * members[None, :]).sum(axis=1)
-    longest = (per_split * cost[None, :]).max(axis=1) + config.unit_overhead
-    span = np.ceil(units / programs) * longest
-    span[(units > limits.units) | (parts > limits.parts)] = np.inf
-    # Row 0 is one split for each item, which always fits; ties go to fewer splits.
-    return per_split[int(np.argmin(span))].astype(np.int32)
+def _choose_chunks(tiles: Ints, row_tiles: Ints, kv_heads: int, programs: int, overhead: float) -> npt.NDArray[Any]:
+    """Tiles per chunk of each item: the common chunk size whose waves of units end soonest, evened out per item."""
+    chunk = np.maximum(np.ceil(int(tiles.max()) / np.arange(1, 129)), 1)[:, None]
+    splits = np.ceil(tiles / chunk)
+    per_split = np.ceil(tiles / splits)
+    splits = np.ceil(tiles / per_split)
+    units = (splits * row_tiles).sum(axis=1) * kv_heads
+    span = np.ceil(units / programs) * (per_split.max(axis=1) + overhead)
+    # Beyond four waves of extra units the buffers end. Row 0 is one split for each item, which always fits; ties go to
+    # fewer splits.
+    span[1:][((splits - 1) * row_tiles).sum(axis=1)[1:] * kv_heads > 4 * programs - kv_heads] = np.inf
+    return per_split[int(np.argmin(span))]
 
 
 def _expand(count: Ints) -> tuple[Any, Any]:

@@ -6,10 +6,10 @@ the query heads of one KV head. Online softmax in base 2 (FlashAttention, Dao 20
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 UNIT_FIELDS = tl.constexpr(8)
-"""int32 fields of one unit: first slot, slots, first pair, first row, end row, kv head, split, is small."""
+"""int32 fields of one unit: first slot, slots, first pair, first row, end row, kv head, split, unused."""
 
 
 @triton.jit
@@ -23,7 +23,6 @@ def softmax_step(
     acc,
     scale_log2,
     MASKED: tl.constexpr,
-    LAZY: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -31,26 +30,12 @@ def softmax_step(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         s = tl.where(live[None, :], s, float("-inf"))
-    top = tl.max(s, 1) * scale_log2
-    if LAZY:
-        # The shift only has to keep exp2 in range: move it, and rescale, when some row outgrew it by 2^8.
-        if tl.max(top - m, 0) > 8.0:
-            m_new = tl.maximum(m, top)
-            alpha = tl.exp2(m - m_new)
-            den = den * alpha
-            acc = acc * alpha[:, None]
-            m = m_new
-        p = tl.exp2(s * scale_log2 - m[:, None])
-        den = den + tl.sum(p, 1)
-        acc = tl.dot(p.to(COMPUTE), v, acc, input_precision=PRECISION)
-    else:
-        m_new = tl.maximum(m, top)
-        p = tl.exp2(s * scale_log2 - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
-        den = den * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(COMPUTE), v, acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
-    return m, den, acc
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    p = tl.exp2(s * scale_log2 - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    den = den * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(COMPUTE), v, acc * alpha[:, None], input_precision=PRECISION)
+    return m_new, den, acc
 
 
 @triton.jit
@@ -77,7 +62,6 @@ def prefix_unit(
     STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-    LAZY: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Attention of one unit's rows over its chunk; writes normalised partial outputs and their natural-log LSE."""
@@ -96,7 +80,6 @@ def prefix_unit(
     member = rows // GQA
     head = kv_head * GQA + rows % GQA
     batch_row = tl.load(pair_row_ptr + first_pair + member, mask=row_live, other=0)
-    first_part = tl.load(pair_part_ptr + first_pair + member, mask=row_live, other=0)
     q_off = batch_row.to(tl.int64) * q_stride + head * D
     q = tl.load(q_ptr + q_off[:, None] + dims[None, :], mask=row_live[:, None], other=0.0).to(COMPUTE)
 
@@ -113,12 +96,12 @@ def prefix_unit(
     for i in tl.range(0, whole, num_stages=STAGES):
         at = i * (BLOCK_N * SLOT_STRIDE)
         if TMA:
-            k = k_desc.load([first_slot + i * BLOCK_N, kv_head * D])
-            v = v_desc.load([first_slot + i * BLOCK_N, kv_head * D])
+            k = k_desc.load([first_slot + i * BLOCK_N, kv_head * D]).to(COMPUTE)
+            v = v_desc.load([first_slot + i * BLOCK_N, kv_head * D]).to(COMPUTE)
         else:
             k = tl.load(k_chunk + at + tile).to(COMPUTE)
             v = tl.load(v_chunk + at + tile).to(COMPUTE)
-        m, den, acc = softmax_step(q, k, v, row_live, m, den, acc, scale_log2, False, LAZY, COMPUTE, PRECISION)
+        m, den, acc = softmax_step(q, k, v, row_live, m, den, acc, scale_log2, False, COMPUTE, PRECISION)
     # At most one tile more. A loop, so that its loads too go straight to shared memory and hold no registers.
     # The slots behind an extent belong to somebody else and may hold anything, NaN included: read none of them.
     for i in tl.range(whole, (slots + BLOCK_N - 1) // BLOCK_N, num_stages=STAGES):
@@ -126,10 +109,11 @@ def prefix_unit(
         live = i * BLOCK_N + cols < slots
         k = tl.load(k_chunk + at + tile, mask=live[:, None], other=0.0).to(COMPUTE)
         v = tl.load(v_chunk + at + tile, mask=live[:, None], other=0.0).to(COMPUTE)
-        m, den, acc = softmax_step(q, k, v, live, m, den, acc, scale_log2, True, LAZY, COMPUTE, PRECISION)
+        m, den, acc = softmax_step(q, k, v, live, m, den, acc, scale_log2, True, COMPUTE, PRECISION)
 
     out = acc / den[:, None]
     lse = (m + tl.log2(den)) * 0.6931471805599453
+    first_part = tl.load(pair_part_ptr + first_pair + member, mask=row_live, other=0)
     part = (first_part + split).to(tl.int64) * Q_HEADS + head
     tl.store(part_lse_ptr + part, lse, mask=row_live)
     tl.store(
@@ -139,7 +123,7 @@ def prefix_unit(
     )
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=["which", "programs"])
 def prefix_kernel(
     head_ptr,
     units_ptr,
@@ -154,6 +138,7 @@ def prefix_kernel(
     part_out_ptr,
     part_lse_ptr,
     scale_log2,
+    which,
     programs,
     Q_HEADS: tl.constexpr,
     GQA: tl.constexpr,
@@ -161,40 +146,30 @@ def prefix_kernel(
     SLOT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SMALL_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    SMALL_STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-    LAZY: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
-    """Persistent grid over the prefix units; how many there are is read from ``head_ptr[0]``."""
+    """Persistent grid over one class of units: ``head[which] .. head[which + 1]`` of the list, read on the device.
+
+    ``FIRST``: nothing of this layer ran before. Otherwise, with PDL, the class before may still be running.
+    """
     if PDL:
-        # The tail pass needs nothing from here: let it start in whatever room this grid leaves.
+        # What follows in the layer needs nothing from here: let it start in whatever room this grid leaves.
         gdc_launch_dependents()
-    units = tl.load(head_ptr)
-    for u in tl.range(tl.program_id(0), units, programs, num_stages=1):
-        unit_ptr = units_ptr + u * UNIT_FIELDS
-        if SMALL_M < BLOCK_M:
-            small = tl.load(unit_ptr + 7)
-            if small != 0:
-                prefix_unit(
-                    unit_ptr, q_ptr, q_stride, k_ptr, v_ptr, k_desc, v_desc, pair_row_ptr, pair_part_ptr,
-                    part_out_ptr, part_lse_ptr, scale_log2,
-                    Q_HEADS, GQA, D, SLOT_STRIDE, HEAD_STRIDE, SMALL_M, BLOCK_N, SMALL_STAGES, COMPUTE, PRECISION, LAZY, TMA,
-                )  # fmt: skip
-            else:
-                prefix_unit(
-                    unit_ptr, q_ptr, q_stride, k_ptr, v_ptr, k_desc, v_desc, pair_row_ptr, pair_part_ptr,
-                    part_out_ptr, part_lse_ptr, scale_log2,
-                    Q_HEADS, GQA, D, SLOT_STRIDE, HEAD_STRIDE, BLOCK_M, BLOCK_N, STAGES, COMPUTE, PRECISION, LAZY, TMA,
-                )  # fmt: skip
-        else:
-            prefix_unit(
-                unit_ptr, q_ptr, q_stride, k_ptr, v_ptr, k_desc, v_desc, pair_row_ptr, pair_part_ptr,
-                    part_out_ptr, part_lse_ptr, scale_log2,
-                Q_HEADS, GQA, D, SLOT_STRIDE, HEAD_STRIDE, BLOCK_M, BLOCK_N, STAGES, COMPUTE, PRECISION, LAZY, TMA,
-            )  # fmt: skip
+    first = tl.load(head_ptr + which)
+    end = tl.load(head_ptr + which + 1)
+    for u in tl.range(first + tl.program_id(0), end, programs, num_stages=1):
+        prefix_unit(
+            units_ptr + u * UNIT_FIELDS, q_ptr, q_stride, k_ptr, v_ptr, k_desc, v_desc, pair_row_ptr, pair_part_ptr,
+            part_out_ptr, part_lse_ptr, scale_log2,
+            Q_HEADS, GQA, D, SLOT_STRIDE, HEAD_STRIDE, BLOCK_M, BLOCK_N, STAGES, COMPUTE, PRECISION, TMA,
+        )  # fmt: skip
+    if PDL and not FIRST:
+        # Ends after the grid before it, so that whoever waits for this one waits for both. One program is enough.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()

@@ -78,7 +78,6 @@ def tail_unit(
     STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """One row's GQA group against one split of its tail. ``BLOCK_G >= GQA`` pads the group to a tensor-core tile."""
     row = tl.load(split_ptr)
@@ -103,8 +102,8 @@ def tail_unit(
         live = at + cols < end
         slot = tl.load(slots_ptr + at + cols, mask=live, other=0).to(tl.int64)
         off = slot[:, None] * SLOT_STRIDE + dims[None, :]
-        k = tl.load(k_head + off, mask=live[:, None], other=0.0, eviction_policy=EVICT).to(COMPUTE)
-        v = tl.load(v_head + off, mask=live[:, None], other=0.0, eviction_policy=EVICT).to(COMPUTE)
+        k = tl.load(k_head + off, mask=live[:, None], other=0.0).to(COMPUTE)
+        v = tl.load(v_head + off, mask=live[:, None], other=0.0).to(COMPUTE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s = tl.where(live[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -152,8 +151,6 @@ def tail_kernel(
     STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EVICT: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Persistent grid over (split, kv head). Neighbouring programs take the heads of one split: the same DRAM pages."""
@@ -161,13 +158,15 @@ def tail_kernel(
     if PDL:
         # The merge may take its places now; it waits for this grid to end.
         gdc_launch_dependents()
-    for u in tl.range(tl.program_id(0), units, programs, num_stages=1, flatten=FLATTEN):
+    for u in tl.range(tl.program_id(0), units, programs, num_stages=1):
         split = u // KV_HEADS
         tail_unit(
             splits_ptr + split * TAIL_FIELDS, u % KV_HEADS, first_part + split,
             q_ptr, q_stride, k_ptr, v_ptr, req_to_token_ptr, req_stride, part_out_ptr, part_lse_ptr, scale_log2,
-            Q_HEADS, GQA, D, SLOT_STRIDE, HEAD_STRIDE, BLOCK_G, BLOCK_N, STAGES, COMPUTE, PRECISION, EVICT,
+            Q_HEADS, GQA, D, SLOT_STRIDE, HEAD_STRIDE, BLOCK_G, BLOCK_N, STAGES, COMPUTE, PRECISION,
         )  # fmt: skip
     if PDL:
-        # The merge waits for this grid alone, so this grid must not end before the prefix pass has.
-        gdc_wait()
+        # The merge waits for this grid alone, so this grid must not end before the prefix pass has. One program waits, the
+        # last to start: the others make room for their like, which run beside the prefix pass.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
