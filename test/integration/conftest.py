@@ -15,7 +15,7 @@ import pytest
 from granikv_sglang.demo.servers import Server, free_ports, wait_ready
 from granikv_sglang.embedded import ensure_model
 
-POOL_TOKENS = 2600
+POOL_TOKENS = 2048
 STRESS = {
     "SGLANG_TEST_RETRACT": "1",
     "SGLANG_TEST_RETRACT_INTERVAL": "17",

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from granikv_sglang.demo.teams import TEAMS
 from support.load import Request, compare, generate, run
 
-NEW_TOKENS = 20
+NEW_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def requests_of(text: list[int]) -> list[Request]:
     rng = random.Random(11)
     at = iter(range(0, 10**6, 37))
     made = []
-    for group, (start, length) in {"a": (0, 230), "b": (500, 300), "c": (1000, 270)}.items():
+    for group, (start, length) in {"a": (0, 150), "b": (500, 190), "c": (1000, 170)}.items():
         prefix = text[start : start + length]
-        extension = text[start + length : start + length + 70]
+        extension = text[start + length : start + length + 50]
         for i in range(16):
-            question = text[2000 + next(at) % 900 :][: rng.randint(5, 30)]
+            question = text[2000 + next(at) % 900 :][: rng.randint(5, 20)]
             body = prefix[: length // 2] if i in (6, 13) else prefix + (extension if i % 4 == 3 else [])
             made.append(Request(f"{group}{i}", group, (*body, 100 + i, *question), NEW_TOKENS))
     made += [Request(f"out{i}", "none", tuple(text[1500 + 40 * i :][:60]), NEW_TOKENS) for i in range(2)]
@@ -43,7 +43,7 @@ def replies(granikv, stock, text):
     requests = requests_of(text)
     aborts = [
         Request(f"abort{i}", "abort", (*text[start : start + length], 7, i), 300)
-        for i, (start, length) in enumerate([(0, 230), (500, 300), (1000, 270), (1000, 340), (300, 200)])
+        for i, (start, length) in enumerate([(0, 150), (500, 190), (1000, 170), (1000, 220), (300, 120)])
     ]
     ours = run(granikv, requests, gap=0.25, aborts=aborts)
     return ours, run(stock, requests)
@@ -75,7 +75,7 @@ def test_everything_meant_to_happen_happened(replies, granikv, text):
 def test_eviction_takes_hot_prefixes_and_the_next_hit_equals_a_cold_run(replies, granikv, stock, text):
     """Unrelated prompts push every prefix out of the small pool; the same requests then answer as before."""
     before = granikv.granikv_state()["counters"]["hot_evictions"]
-    flood = [Request(f"flood{i}", "none", tuple(text[3 + 31 * i :][:600]), 2) for i in range(5)]
+    flood = [Request(f"flood{i}", "none", tuple(text[3 + 31 * i :][:500]), 2) for i in range(5)]
     run(granikv, flood)
     assert granikv.granikv_state()["counters"]["hot_evictions"] > before
     again = [r for r in requests_of(text) if r.group == "a"][:6]

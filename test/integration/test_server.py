@@ -43,7 +43,7 @@ def test_state_is_complete_and_consistent(granikv):
     assert state["options"]["min_tokens"] == 64
     assert state["hot_tokens"] == sum(extent["tokens"] for extent in state["extents"])
     assert all(extent["start"] >= 1 for extent in state["extents"])
-    assert state["pool"]["free"] <= state["pool"]["slots"] == 2600
+    assert state["pool"]["free"] <= state["pool"]["slots"]
     assert set(state["counters"]["steps"]) == {"uniform", "cascade", "batched_gemm"}
 
 

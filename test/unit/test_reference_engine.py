@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granikv_sglang.backends import build_engine
+from granikv_sglang.backends import DecodeBatch, build_engine
 from granikv_sglang.core import Reason, Regime, Span
 from granikv_sglang.plan import Decision, Plan, build_items, coverage_of
 
@@ -56,7 +56,7 @@ def test_matches_plain_attention(paths, tails, heads):
     plan = Plan(Decision(Regime.CASCADE, Reason.FORCED), items, coverage_of(items, len(paths)), version=1)
     engine = build_engine("torch")
     lens = torch.tensor([len(row) for row in rows])
-    engine.prepare(plan, req_to_token, torch.arange(len(rows)) + 1, lens)
+    engine.prepare(plan, DecodeBatch(req_to_token, torch.arange(len(rows)) + 1, lens, lens))
     out = engine.run(q, k_cache, v_cache, 0.25)
     for i, row in enumerate(rows):
         torch.testing.assert_close(out[i].double(), exact(q[i], k_cache, v_cache, row, 0.25), rtol=1e-5, atol=1e-6)
@@ -70,7 +70,7 @@ def test_the_next_step_of_the_same_plan_sees_longer_tails():
     engine = build_engine("torch")
     for drop in (1, 0):
         lens = torch.tensor([len(row) - drop for row in rows])
-        engine.prepare(plan, req_to_token, torch.arange(3) + 1, lens)
+        engine.prepare(plan, DecodeBatch(req_to_token, torch.arange(3) + 1, lens, lens))
         out = engine.run(q, k_cache, v_cache, 0.3)
         for i, row in enumerate(rows):
             expected = exact(q[i], k_cache, v_cache, row[: len(row) - drop], 0.3)

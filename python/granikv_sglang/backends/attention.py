@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from granikv_sglang.backends.base import SharedDecode
+from granikv_sglang.backends.base import DecodeBatch, SharedDecode
 from granikv_sglang.plan import Plan
 
 
@@ -45,19 +45,39 @@ class GraniKVAttnBackend(AttentionBackend):
         self._shared = False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        plan = self._current_plan()
-        # Anything but the batch the plan was made for (a warm-up, a padded or split batch) is the stock backend's.
-        self._shared = (
-            plan is not None
-            and plan.shared
-            and forward_batch.forward_mode.is_decode()
-            and forward_batch.batch_size == plan.rows
-        )
-        if not self._shared:
+        if self._take(forward_batch, padding=0):
+            self._engine.begin()
+        else:
             self.stock.init_forward_metadata(forward_batch)
-            return
-        assert plan is not None
-        self._engine.prepare(plan, self._req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens_cpu)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        # Capture is of the shared variant exactly while the runtime holds a shared plan for it.
+        if not self._take(forward_batch, padding=0 if in_capture else forward_batch.num_padding):
+            self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        if self._shared:
+            self._engine.begin()
+        else:
+            self.stock.init_forward_metadata_in_graph(forward_batch)
+
+    def _take(self, forward_batch: Any, padding: int) -> bool:
+        """Whether the engine does this pass; if so it is prepared.
+
+        Anything but the batch the plan was made for (a warm-up, a split batch) is the stock backend's.
+        """
+        plan = self._current_plan()
+        self._shared = False
+        if plan is None or not plan.shared or not forward_batch.forward_mode.is_decode():
+            return False
+        if forward_batch.batch_size - padding != plan.rows:
+            return False
+        batch = DecodeBatch(
+            self._req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
+        )
+        self._engine.prepare(plan, batch)
+        self._shared = True
+        return True
 
     def forward_decode(
         self,
@@ -86,12 +106,6 @@ class GraniKVAttnBackend(AttentionBackend):
 
     # The rest of the contract is the stock backend's, unchanged.
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        self.stock.init_forward_metadata_in_graph(forward_batch)
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
 
@@ -99,7 +113,8 @@ class GraniKVAttnBackend(AttentionBackend):
         return self.stock.get_cuda_graph_seq_len_fill_value()
 
     def on_after_cuda_graph_warmup(self) -> None:
-        self.stock.on_after_cuda_graph_warmup()
+        if not self._shared:
+            self.stock.on_after_cuda_graph_warmup()
 
     def support_triton(self) -> bool:
         return self.stock.support_triton()

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from granikv_sglang.plan import Plan
+from granikv_sglang.plan import Capacity, Plan
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Attention shapes of one rank: heads after tensor parallelism, ``dtype`` of q, K, V and the output."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The tensors of one decode pass that attention reads.
+
+    Attributes:
+        req_to_token: int32 ``[requests, context]``, slot of each token of each request.
+        req_pool_indices: int64 ``[rows]``, row of ``req_to_token`` for each batch row.
+        seq_lens: int64 ``[rows]``, tokens of each request, the one being decoded included.
+        seq_lens_cpu: the same on the host, where SGLang keeps it.
+    """
+
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None
 
 
 class SharedDecode(Protocol):
     """Decode attention of one pass that reads every item of a plan once.
 
-    FlashInfer's plan/run split: :meth:`prepare` runs once a pass on the host and builds index arrays, :meth:`run` once
-    a layer.
+    FlashInfer's plan/run split: :meth:`prepare` works on the host, :meth:`begin` and :meth:`run` only launch. An engine
+    with ``graph_safe`` may have ``begin`` and ``run`` recorded in a CUDA graph and replayed after another ``prepare``.
     """
 
-    def prepare(
-        self, plan: Plan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens_cpu: torch.Tensor
-    ) -> None:
-        """Set up a pass.
+    graph_safe: bool
+    capacity: Capacity | None
+    """The largest plan it takes; None where there is no bound."""
 
-        Args:
-            plan: a shared plan for this batch, rows in batch order.
-            req_to_token: int32 ``[requests, context]``, slot of each token of each request.
-            req_pool_indices: int64 ``[rows]``, row of ``req_to_token`` for each batch row.
-            seq_lens_cpu: int64 ``[rows]`` on the host, tokens of each request, the one being decoded included.
-        """
+    def prepare(self, plan: Plan, batch: DecodeBatch) -> None:
+        """Set up a pass: ``plan`` is shared, its rows are the first rows of ``batch`` (the rest is padding)."""
+        ...
+
+    def begin(self) -> None:
+        """Work on the device once a pass, before the first layer."""
         ...
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:

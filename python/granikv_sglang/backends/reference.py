@@ -7,35 +7,40 @@ import torch
 from granikv_kernels.grouped_prefix import grouped_prefix_attention_reference
 from granikv_kernels.merge_state import merge_states_reference
 from granikv_kernels.tail_attention import tail_attention_reference
-from granikv_sglang.plan import Plan
+from granikv_sglang.backends.base import DecodeBatch
+from granikv_sglang.plan import Capacity, Plan
 
 
 class TorchSharedDecode:
     """Reads each item as a dense view of the cache, each tail by its slots, and merges the states by log-sum-exp."""
 
+    graph_safe = False
+    capacity: Capacity | None = None
+
     def __init__(self) -> None:
         self._version = -1
-        self._plan: Plan | None = None
 
-    def prepare(
-        self, plan: Plan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens_cpu: torch.Tensor
-    ) -> None:
-        device = req_to_token.device
+    def prepare(self, plan: Plan, batch: DecodeBatch) -> None:
+        device = batch.req_to_token.device
         if plan.version != self._version:
-            self._plan, self._version = plan, plan.version
+            self._version = plan.version
             self._starts = [item.start for item in plan.items]
             self._lens = [item.tokens for item in plan.items]
             self._rows = [torch.tensor(item.rows, dtype=torch.int64, device=device) for item in plan.items]
             self._pair_row = torch.cat(self._rows)
             self._coverage = torch.from_numpy(plan.coverage).to(torch.int64)
-        tail_lens = seq_lens_cpu.to(torch.int64) - self._coverage
+        lens = (batch.seq_lens.cpu() if batch.seq_lens_cpu is None else batch.seq_lens_cpu).to(torch.int64)
+        tail_lens = lens - self._coverage
         # A request keeps at least the token being decoded; nothing else may be assumed about its tail.
         width = int(tail_lens.max())
         columns = self._coverage.unsqueeze(1) + torch.arange(width).unsqueeze(0)
-        columns = torch.minimum(columns, (seq_lens_cpu.to(torch.int64) - 1).unsqueeze(1)).to(device)
-        rows = req_pool_indices.to(torch.int64).unsqueeze(1)
-        self._tail_slots = req_to_token[rows, columns].to(torch.int64)
+        columns = torch.minimum(columns, (lens - 1).unsqueeze(1)).to(device)
+        rows = batch.req_pool_indices.to(torch.int64).unsqueeze(1)
+        self._tail_slots = batch.req_to_token[rows, columns].to(torch.int64)
         self._tail_lens = tail_lens.to(device)
+
+    def begin(self) -> None:
+        pass
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:
         out, lse = tail_attention_reference(q, k_cache, v_cache, self._tail_slots, self._tail_lens, sm_scale)

@@ -23,6 +23,8 @@ class Reason(StrEnum):
     """No HOT prefix has two or more members in this batch."""
     TOO_SMALL = "too_small"
     """A HOT prefix is shared, but the bytes saved do not pay for the extra launches."""
+    OVER_CAPACITY = "over_capacity"
+    """More rows, shared stretches or members than the engine's fixed buffers hold."""
     FORCED = "forced"
     """``--granikv-regime`` names this regime."""
     MEMORY_BOUND = "memory_bound"

@@ -1,6 +1,6 @@
 """Host planning of a forward pass: prefix forest, groups, regime. Runs without torch and without a GPU."""
 
-from granikv_sglang.plan.base import Decision, Item, Path, Plan, uniform_plan
+from granikv_sglang.plan.base import Capacity, Decision, Item, Path, Plan, uniform_plan
 from granikv_sglang.plan.classify import CPU_THRESHOLDS, CUDA_THRESHOLDS, Features, StaticClassifier, Thresholds
 from granikv_sglang.plan.forest import build_items, coverage_of
 from granikv_sglang.plan.planner import Planner
@@ -8,6 +8,7 @@ from granikv_sglang.plan.planner import Planner
 __all__ = [
     "CPU_THRESHOLDS",
     "CUDA_THRESHOLDS",
+    "Capacity",
     "Decision",
     "Features",
     "Item",

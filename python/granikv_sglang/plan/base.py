@@ -29,6 +29,20 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest plan an engine's fixed buffers hold: batch rows, items, and (item, member) pairs."""
+
+    rows: int
+    items: int
+    pairs: int
+
+    def holds(self, rows: int, items: Sequence[Item]) -> bool:
+        """Whether a plan of ``items`` for a batch of ``rows`` fits."""
+        pairs = sum(len(item.rows) for item in items)
+        return rows <= self.rows and len(items) <= self.items and pairs <= self.pairs
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """The regime of one forward pass and why it was chosen."""
 

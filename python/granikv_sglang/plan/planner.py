@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from granikv_sglang.core import Counters, Reason, Regime
-from granikv_sglang.plan.base import Path, Plan, uniform_plan
+from granikv_sglang.plan.base import Capacity, Decision, Path, Plan, uniform_plan
 from granikv_sglang.plan.classify import Features, StaticClassifier
 from granikv_sglang.plan.forest import build_items, coverage_of
 
@@ -20,16 +20,25 @@ class Planner:
         token_bytes: K and V bytes of one token in one layer on this rank.
         gqa: query heads per KV head.
         layers: layers of this rank, for the bytes counter.
+        capacity: the largest plan the engine takes; None for no bound.
     """
 
     def __init__(
-        self, classifier: StaticClassifier, *, token_bytes: int, gqa: int, layers: int, counters: Counters
+        self,
+        classifier: StaticClassifier,
+        *,
+        token_bytes: int,
+        gqa: int,
+        layers: int,
+        counters: Counters,
+        capacity: Capacity | None = None,
     ) -> None:
         self._classifier = classifier
         self._token_bytes = token_bytes
         self._gqa = gqa
         self._layers = layers
         self._counters = counters
+        self._capacity = capacity
         self._key: Hashable = None
         self._plan: Plan | None = None
         self._version = 0
@@ -57,7 +66,10 @@ class Planner:
     def _build(self, paths: Sequence[Path]) -> Plan:
         self._version += 1
         items = build_items(paths, self._classifier.thresholds.min_item_tokens)
-        decision = self._classifier.classify(Features(items, len(paths), self._token_bytes, self._gqa))
+        if self._capacity is None or self._capacity.holds(len(paths), items):
+            decision = self._classifier.classify(Features(items, len(paths), self._token_bytes, self._gqa))
+        else:
+            decision = Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
         if decision.regime is Regime.UNIFORM:
             return uniform_plan(len(paths), decision.reason, self._version)
         coverage = coverage_of(items, len(paths)).astype(np.int32)

@@ -71,6 +71,22 @@ TABLE: tuple[Hook, ...] = (
         "SGLang lets a radix cache contribute to the internal state.",
     ),
     Hook(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape",
+        HookType.AROUND,
+        "around_capture",
+        ("self", "size", "forward", "stream_idx", "variant_label"),
+        "Captures a second graph per batch size, the shared variant, so that an unshared step replays the stock graph.",
+        "SGLang lets an attention backend name its graph variants.",
+    ),
+    Hook(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant",
+        HookType.AROUND,
+        "around_variant",
+        ("self", "forward_batch"),
+        "Replays the shared variant for a pass whose plan is shared.",
+        "SGLang lets an attention backend name its graph variants.",
+    ),
+    Hook(
         "sglang.srt.utils.common.support_triton",
         HookType.AROUND,
         "around_support_triton",

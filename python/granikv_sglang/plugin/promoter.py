@@ -44,6 +44,7 @@ class Promoter:
         self._counters = counters
         self._looked_at: object = None
         self._declined: set[tuple[int, Decline]] = set()
+        self._copy = _copier(tree)
 
     def at_safe_point(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
         """Promote one segment if one qualifies. Called before the scheduler prepares a batch."""
@@ -77,7 +78,7 @@ class Promoter:
             return
         holder = next(req for req in reqs if _holds(self._tree, req.last_node, segment.node_ids[-1]))
         with _forward_stream(scheduler):
-            outcome = self._tree.promote(segment, holder.last_node, _copier(self._tree))
+            outcome = self._tree.promote(segment, holder.last_node, self._copy)
             if isinstance(outcome, Decline):
                 self._decline(segment.node_ids[0], outcome)
                 return
@@ -126,6 +127,11 @@ def _steps_left(req: Any) -> int:
 def _copier(tree: GraniRadixCache) -> Callable[[torch.Tensor, torch.Tensor], None]:
     pool = tree.allocator.get_kvcache()
     buffers = [*pool.k_buffer, *pool.v_buffer]
+    if buffers[0].is_cuda:
+        # One launch for all layers. Imported here: Triton has no use on a CPU.
+        from granikv_kernels.copy_slots.launch import SlotCopier  # noqa: PLC0415
+
+        return SlotCopier(buffers).copy
 
     def copy(source: torch.Tensor, destination: torch.Tensor) -> None:
         copy_slots_reference(buffers, source, destination)

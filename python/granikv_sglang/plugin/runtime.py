@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-from granikv_sglang.backends import build_engine
+from granikv_sglang.backends import Geometry, SharedDecode, build_engine
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.config import NAME, GraniKVConfig
-from granikv_sglang.core import Counters, GraniKVError, Regime
-from granikv_sglang.plan import CPU_THRESHOLDS, CUDA_THRESHOLDS, Plan, Planner, StaticClassifier
+from granikv_sglang.core import Counters, GraniKVError, Reason, Regime
+from granikv_sglang.plan import CPU_THRESHOLDS, CUDA_THRESHOLDS, Decision, Plan, Planner, StaticClassifier
 from granikv_sglang.plugin import checks
 from granikv_sglang.plugin.hooks import Recorder
 from granikv_sglang.plugin.metrics import Metrics
@@ -23,6 +24,12 @@ from granikv_sglang.plugin.promoter import Promoter, live_requests
 from granikv_sglang.plugin.state import state_of
 from granikv_sglang.pools.allocator import ElasticAllocator
 from granikv_sglang.tree.radix import GraniRadixCache
+
+SHARED_VARIANT = "granikv"
+"""Label of the CUDA graph that computes shared decode; stock graphs keep SGLang's own label."""
+
+MAX_ROWS = 1024
+"""Largest decode batch with shared prefixes; a larger one runs UNIFORM."""
 
 
 class Runtime:
@@ -38,6 +45,8 @@ class Runtime:
         self._promoter: Promoter | None = None
         self._metrics: Metrics | None = None
         self._plan: Plan | None = None
+        self._engine: SharedDecode | None = None
+        self._capture_version = 0
 
     # -- factories -----------------------------------------------------------------------------------------------------
 
@@ -60,6 +69,7 @@ class Runtime:
             gqa=max(1, heads // kv_heads),
             layers=len(pool.k_buffer),
             counters=self.counters,
+            capacity=self._engine.capacity if self._engine is not None else None,
         )
         if context.server_args.enable_metrics:
             self._metrics = Metrics(context.server_args.served_model_name or "", context.tp_rank)
@@ -68,9 +78,10 @@ class Runtime:
     def build_attention(self, runner: Any) -> GraniKVAttnBackend:
         """Attention-backend factory: the stock backend, wrapped."""
         self.require_sound(runner.server_args, runner.model_config)
+        self._engine = _engine_for(runner)
         return GraniKVAttnBackend(
             ATTENTION_BACKENDS[self.stock_backend](runner),
-            build_engine("torch"),
+            self._engine,
             lambda: self._plan,
             runner.req_to_token_pool.req_to_token,
             runner.token_to_kv_pool,
@@ -119,6 +130,33 @@ class Runtime:
             result.internal_state[NAME] = state_of(self.config, self.stock_backend, self.tree, live)
         return result
 
+    def around_capture(self, original: Callable[..., Any], runner: Any, size: int, *args: Any, **kw: Any) -> None:
+        original(runner, size, *args, **kw)
+        if self._engine is None or not self._engine.graph_safe or not self._is_ours(runner):
+            return
+        self._capture_version -= 1  # never equal to a planner's version, so the engine plans afresh
+        decision = Decision(Regime.BATCHED_GEMM, Reason.FORCED)
+        self._plan = Plan(decision, (), np.zeros(size, dtype=np.int32), self._capture_version)
+        try:
+            forward, stream_idx = args[0], (args[1] if len(args) > 1 else None)
+            original(runner, size, forward, stream_idx, SHARED_VARIANT)
+        finally:
+            self._plan = None
+
+    def around_variant(self, original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
+        label = original(runner, forward_batch)
+        if self._plan is None or not self._plan.shared or not self._is_ours(runner):
+            return label
+        if label is not None:
+            # A graph of SGLang's own (LoRA) has no shared twin: this pass stays with the stock backend.
+            self._plan = None
+            return label
+        return SHARED_VARIANT
+
+    @staticmethod
+    def _is_ours(runner: Any) -> bool:
+        return isinstance(runner.attn_backend, GraniKVAttnBackend)
+
     def around_support_triton(self, original: Callable[..., Any], backend: str) -> Any:
         return original(self.stock_backend if backend == NAME else backend)
 
@@ -135,6 +173,17 @@ def _stock_backend(config: GraniKVConfig) -> str:
     if config.stock_backend != "auto":
         return config.stock_backend
     return "flashinfer" if torch.cuda.is_available() else "torch_native"
+
+
+def _engine_for(runner: Any) -> SharedDecode:
+    """The Triton engine on an NVIDIA GPU, the torch engine elsewhere."""
+    pool = runner.token_to_kv_pool
+    if not pool.k_buffer[0].is_cuda:
+        return build_engine("torch")
+    _, kv_heads, head_dim = pool.k_buffer[0].shape
+    heads = runner.model_config.num_attention_heads // runner.tp_size
+    geometry = Geometry(heads, kv_heads, head_dim, pool.k_buffer[0].dtype, pool.k_buffer[0].device)
+    return build_engine("triton", geometry, min(MAX_ROWS, runner.req_to_token_pool.size))
 
 
 def _forced(regime: str) -> Regime | None:
