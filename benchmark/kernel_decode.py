@@ -2,8 +2,8 @@
 
 Usage: PYTHONPATH=kernels:benchmark python benchmark/kernel_decode.py [OUT.jsonl]
 
-Random data; eight layers' K and V in turn, so that none is in L2 when its turn comes; every slot that no request uses and
-every buffer a kernel must write is NaN. One replay is eight layers and one schedule launch; times are per layer.
+Random data; eight layers' K and V in turn, so that none is in L2 when its turn comes; every slot that no request uses
+and every buffer a kernel must write is NaN. One replay is eight layers and one schedule launch; times are per layer.
 ``floor`` is the larger of bytes over 4.3 TB/s and operations over 790 TFLOP/s for the prefixes, plus the tails' bytes.
 """
 
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from granikv_kernels.grouped_decode.record import RECORD
-from granikv_kernels.record import DecodeCase
 from kernel_harness import (
     Batch,
     environment,
@@ -30,11 +28,14 @@ from kernel_harness import (
     write_lines,
 )
 
+from granikv_kernels.grouped_decode.record import RECORD
+from granikv_kernels.record import DecodeCase
+
 LAYERS = 8
 REPEATS = 40
 BYTES_PER_US = 4.3e6
 OPERATIONS_PER_US = 790e6
-# One layer of the best stock backend, microseconds, from the table in the issue (FlashInfer or FA3, whichever is faster).
+# One layer of the faster stock backend (FlashInfer or FA3), microseconds, from the project's table of measurements.
 STOCK = {
     "16K x 4": 45, "16K x 16": 129, "16K x 32": 240, "16K x 64": 503, "16K x 128": 1007, "4 groups x 16": 389,
     "8 groups x 8": 358,
@@ -99,15 +100,15 @@ def main() -> None:
         "one layer, 32 query / 8 KV heads x 128, bf16, 256-token tails; microseconds, median (range) of graph replays"
     )
     print(
-        f"{'case':14s} {'layer':>7s} {'range':>15s} {'target':>7s} {'stock*':>7s} {'floor':>6s} {'prefix':>7s} {'tail':>6s} "
-        f"{'merge':>6s} {'plan':>6s} {'error':>8s} {'lse err':>8s}"
+        f"{'case':14s} {'layer':>7s} {'range':>15s} {'target':>7s} {'stock*':>7s} {'floor':>6s} {'prefix':>7s} "
+        f"{'tail':>6s} {'merge':>6s} {'plan':>6s} {'error':>8s} {'lse err':>8s}"
     )
     for r in rows:
         low, high = r["layer_range_us"]
         print(
             f"{r['case']:14s} {r['layer_us']:7.1f} {f'{low:.1f} - {high:.1f}':>15s} {TARGET.get(r['case'], ''):>7} "
-            f"{STOCK[r['case']]:7d} {r['floor_us']:6.1f} {r['prefix_us']:7.1f} {r['tail_us']:6.1f} {r['merge_us']:6.1f} "
-            f"{r['plan_us']:6.0f} {r['rms_error']:8.1e} {r['lse_error']:8.1e}"
+            f"{STOCK[r['case']]:7d} {r['floor_us']:6.1f} {r['prefix_us']:7.1f} {r['tail_us']:6.1f} "
+            f"{r['merge_us']:6.1f} {r['plan_us']:6.0f} {r['rms_error']:8.1e} {r['lse_error']:8.1e}"
         )
     print("* measured in another run on this kind of GPU")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -92,8 +93,8 @@ def make_op(batch: Batch, config: KernelConfig | None = None, num_sms: int | Non
 
 def run_layer(op: GroupedDecode, batch: Batch, layer: int, reschedule: bool = True) -> torch.Tensor:
     return op.run(
-        batch.q[layer], batch.k[layer], batch.v[layer], batch.req_to_token, batch.req_index, batch.seq_lens, batch.scale,
-        batch.out[layer], reschedule,
+        batch.q[layer], batch.k[layer], batch.v[layer], batch.req_to_token, batch.req_index, batch.seq_lens,
+        batch.scale, batch.out[layer], reschedule,
     )  # fmt: skip
 
 
@@ -136,10 +137,15 @@ def time_graph(record: Callable[[], None], calls: int, repeats: int = 30) -> tup
 
 def environment() -> dict[str, Any]:
     """What a result has to be read with."""
+    # A copy of the tree without its history may be told.
+    commit = os.environ.get("GRANIKV_COMMIT", "")
     try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = (
+            commit
+            or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        )
     except OSError:
-        commit = ""
+        pass
     return {
         "commit": commit or "unknown",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",

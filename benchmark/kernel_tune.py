@@ -1,4 +1,4 @@
-"""Try many tuning points of grouped decode on one GPU: parts apart, then whole layers. Prints tables, writes JSON lines.
+"""Try many tuning points of grouped decode on one GPU: parts apart, then whole layers. Tables and JSON lines.
 
 Usage: PYTHONPATH=kernels:benchmark python benchmark/kernel_tune.py OUT.jsonl [round]
 Compiles all points in parallel worker processes first (into Triton's disk cache), then measures one after the other.

@@ -1,8 +1,8 @@
 """Launch a Triton kernel on whatever device its tensors are on: compiled on a GPU, interpreted on the CPU.
 
 Triton decides between the two once per process, when ``triton`` is first imported (``TRITON_INTERPRET``), and then for
-every kernel in it. Here the choice is made per launch, so that one process can import SGLang's kernels untouched, run ours
-interpreted in its CPU tests, and compile them for a GPU target in the same test run.
+every kernel in it. Here the choice is made per launch, so that one process can import SGLang's kernels untouched, run
+ours interpreted in its CPU tests, and compile them for a GPU target in the same test run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _interpreter() -> Iterator[None]:
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> tl.dtype:
-    """Operand type of ``tl.dot``. The interpreter keeps bfloat16 as raw 16-bit integers, so it multiplies in float32."""
+    """Operand type of ``tl.dot``. The interpreter keeps bfloat16 as raw integers, so it multiplies in float32."""
     if device.type == "cpu":
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]

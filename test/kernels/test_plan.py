@@ -1,4 +1,4 @@
-"""Host planning: every slot of every item scored once for every member and head, partials disjoint, limits kept, fast."""
+"""Host planning: every slot of an item scored once for each member and head, partials disjoint, limits kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from granikv_kernels.grouped_decode.config import KernelConfig, PrefixTile, TailTile
 from granikv_kernels.grouped_decode.plan import Limits, plan_step
 
-CONFIG = KernelConfig(PrefixTile(64, 64, 3, 8, 1), PrefixTile(16, 32, 3, 4, 2), 16, TailTile(64, 3, 4, 4))
+CONFIG = KernelConfig(PrefixTile(64, 64, 3, 8, 1), PrefixTile(16, 32, 3, 4, 2), 16, 0, TailTile(64, 3, 4, 4))
 
 
 def _random_items(rng: np.random.Generator, count: int, rows: int) -> list[tuple[int, int, list[int]]]:
@@ -96,3 +96,11 @@ def test_plan_takes_at_most_a_millisecond() -> None:
         plan_step(items, 4, 8, 132, CONFIG, limits)
         times.append(time.perf_counter() - began)
     assert min(times) <= 1e-3, statistics.median(times)
+
+
+def test_little_narrow_work_goes_to_the_wide_grid() -> None:
+    """Four requests on one 16K prefix: the wide grid starts at once and runs beside the tails."""
+    config = KernelConfig()
+    limits = Limits.of(4, 1, 4, 4, 8, 132, config)
+    step = plan_step([(256, 16384, [0, 1, 2, 3])], 4, 8, 132, config, limits)
+    assert step.wide == step.units.shape[0] > 0

@@ -17,8 +17,8 @@ class SlotCopier:
     """Copies slots of every layer's K and V buffer in one launch.
 
     Args:
-        buffers: ``[slots, ...]`` each, contiguous, of one row size (a multiple of 16 bytes) and one device. Held, since the
-            kernel knows them by address.
+        buffers: ``[slots, ...]`` each, contiguous, of one row size (a multiple of 16 bytes) and one device. Held, since
+            the kernel knows them by address.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:

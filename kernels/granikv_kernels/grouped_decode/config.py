@@ -48,12 +48,14 @@ class KernelConfig:
     """One tuning point.
 
     Attributes:
-        wide: grid for items with many query rows, bound by arithmetic. Its registers and shared memory leave room on each
-            SM for a program of the tail grid, which is bound by memory: the two run side by side.
-        narrow: grid for items with at most ``narrow_rows`` query rows a KV head, bound by memory: two programs an SM, for
-            more loads in flight. It runs first; where it has no unit it costs a launch.
+        wide: grid for items with many query rows, bound by arithmetic. Its registers and shared memory leave room on
+            each SM for a program of the tail grid, which is bound by memory: the two run side by side.
+        narrow: grid for items with at most ``narrow_rows`` query rows a KV head, bound by memory: two programs an SM,
+            for more loads in flight. It runs last; where it has no unit it costs a launch.
+        narrow_least: tokens times KV heads that such items must have together; with fewer the wide grid takes them,
+            which starts at once and runs beside the tails.
         tail: the tail grid.
-        merge_heads, merge_parts, merge_warps: heads of a merge program, partials that one of its steps takes, its warps.
+        merge_heads, merge_parts, merge_warps: heads of a merge program, partials a step, warps.
         tma: prefix tiles through the bulk tensor copy engine.
         pdl: programmatic dependent launch: each grid may start beside the one before it.
         unit_overhead: prologue and epilogue of a prefix unit, in tiles (host planning).
@@ -62,19 +64,20 @@ class KernelConfig:
     wide: PrefixTile = field(default_factory=lambda: PrefixTile(128, 64, 3, 8, 1, 192))
     narrow: PrefixTile = field(default_factory=lambda: PrefixTile(64, 64, 3, 4, 2))
     narrow_rows: int = 32
-    tail: TailTile = field(default_factory=lambda: TailTile(64, 3, 4, 8))
+    narrow_least: int = 8 * 32768
+    tail: TailTile = field(default_factory=lambda: TailTile(64, 5, 4, 8))
     merge_heads: int = 4
     merge_parts: int = 5
     merge_warps: int = 4
     tma: bool = True
     pdl: bool = True
-    unit_overhead: float = 3.0
+    unit_overhead: float = 6.0
 
 
 def default_config(dtype: torch.dtype, head_dim: int) -> KernelConfig:
-    """The shipped tuning point. It was measured for 2-byte types and head size 128; larger elements or heads get less tile."""
+    """The shipped tuning point. Measured for 2-byte types and head size 128; larger elements or heads get less tile."""
     if dtype.itemsize > 2 or head_dim > 128:
         tile = PrefixTile(64, 32, 1, 4, 1)
         narrow = PrefixTile(16, 32, 1, 4, 1)
-        return KernelConfig(tile, narrow, 16, TailTile(32, 1, 4, 8), tma=False)
+        return KernelConfig(tile, narrow, 16, 0, TailTile(32, 1, 4, 8), tma=False)
     return KernelConfig()

@@ -1,7 +1,7 @@
 """Grouped decode: one decode-attention layer of a batch with shared prefixes, safe to record in a CUDA graph.
 
-The split is FlashInfer's plan / run (Ye et al. 2025). ``plan`` runs on the host when group membership changes; ``run`` only
-launches kernels and reads everything that may change between replays from buffers made in the constructor.
+The split is FlashInfer's plan / run (Ye et al. 2025). ``plan`` runs on the host when group membership changes; ``run``
+only launches kernels and reads everything that may change between replays from buffers made in the constructor.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class GroupedDecode:
         """Set the shared stretches of the next steps; call it when membership changes, outside a graph.
 
         Args:
-            items: ``(first slot, tokens, batch rows)`` each; any start, any length, empty ones are skipped. A row may be in
-                several items, but their slots together must be exactly its first ``coverage[row]`` tokens.
+            items: ``(first slot, tokens, batch rows)`` each; any start, any length, empty ones are skipped. A row may
+                be in several items, but their slots together must be exactly its first ``coverage[row]`` tokens.
             coverage: int32 ``[n]``, tokens of each row that its items cover; rows from n on have none.
 
         Copies to the device on the current stream, asynchronously, from pinned memory.
@@ -175,8 +175,12 @@ class GroupedDecode:
         self._check(q, k_cache, v_cache, req_to_token, out)
         if reschedule:
             self.schedule(seq_lens, req_pool_indices)
-        self.run_prefix(q, k_cache, v_cache, sm_scale)
+        # Wide prefix units and tails share the SMs: one is bound by arithmetic, the other by memory. Narrow units, bound
+        # by memory too, come after the tails: their programs need half an SM each, and a grid starts only when all
+        # programs of the grid ahead have.
+        self._run_class(0, self.config.wide, q, k_cache, v_cache, sm_scale, {})
         self.run_tail(q, k_cache, v_cache, req_to_token, sm_scale)
+        self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
         self.run_merge(out)
         return out
 
@@ -197,6 +201,8 @@ class GroupedDecode:
                 raise ValueError(f"{name} must be [{rows}, {self.q_heads}, {self.head_dim}] with dense heads")
         if k_cache.shape[1:] != (self.kv_heads, self.head_dim) or k_cache.stride(2) != 1:
             raise ValueError(f"k_cache must be [slots, {self.kv_heads}, {self.head_dim}], head_dim dense")
+        if self.config.tma and k_cache.stride(1) != self.head_dim:
+            raise ValueError("the tensor copy engine needs the KV heads of a slot side by side")
         if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride():
             raise ValueError("K and V caches must have equal shapes and strides")
         if not q.dtype == k_cache.dtype == v_cache.dtype == out.dtype == self.dtype:
@@ -217,9 +223,8 @@ class GroupedDecode:
 
     def run_prefix(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> None:
         """The prefix pass alone: partials of every (item, member)."""
-        # Narrow first: when it is empty, its programs are gone before the wide grid and the tail pass need the room.
-        self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, {})
-        self._run_class(0, self.config.wide, q, k_cache, v_cache, sm_scale, self._pdl_launch)
+        self._run_class(0, self.config.wide, q, k_cache, v_cache, sm_scale, {})
+        self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
 
     def _run_class(
         self,

@@ -1,4 +1,4 @@
-"""Host planning of a grouped decode step: items to balanced prefix units and merge lists. numpy only, no loop over units."""
+"""Host planning of a grouped decode step: items to balanced prefix units and merge lists. No loop over units."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class StepPlan:
     """What one step's kernels read.
 
     Attributes:
-        units: ``[units, 8]``, fields as in ``grouped_prefix.kernel.UNIT_FIELDS``: the wide ones, then the narrow ones. In
-            each class program p takes p, p + programs, ...
+        units: ``[units, 8]``, fields as in ``grouped_prefix.kernel.UNIT_FIELDS``: the wide ones, then the narrow
+            ones. In each class program p takes p, p + programs, ...
         wide: how many are wide.
         pair_row: ``[pairs]`` batch row of each (item, member).
         pair_part: ``[pairs]`` first partial of each pair; its splits follow.
@@ -82,6 +82,7 @@ def plan_step(
 
     query_rows = members * gqa
     narrow = query_rows <= config.narrow_rows
+    narrow &= int(tokens[narrow].sum()) * kv_heads >= config.narrow_least
     block_m = np.where(narrow, config.narrow.block_m, config.wide.block_m).astype(np.int32)
     block_n = np.where(narrow, config.narrow.block_n, config.wide.block_n).astype(np.int32)
     row_tiles = -(-query_rows // block_m)
@@ -139,7 +140,7 @@ def plan_step(
 def _check(items: int, pair_row: Ints, limits: Limits) -> None:
     if items > limits.items or pair_row.size > limits.pairs:
         raise ValueError(
-            f"{items} items with {pair_row.size} members exceed the buffers ({limits.items} items, {limits.pairs} members)"
+            f"{items} items with {pair_row.size} members exceed the buffers ({limits.items} and {limits.pairs})"
         )
     if pair_row.min() < 0 or pair_row.max() >= limits.rows:
         raise ValueError(f"an item names row {pair_row.max()}, the buffers hold {limits.rows} rows")

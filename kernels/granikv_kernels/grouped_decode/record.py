@@ -19,14 +19,14 @@ def _groups(name: str, lengths: tuple[int, ...], members: int, tail: int = 256) 
 
 
 def _small(name: str, q: int, kv: int, d: int, dtype: str) -> DecodeCase:
-    """A forest: a root that five rows share, a branch under it, a lone prefix with one member, empty items, two bare rows."""
+    """A forest: a root that five rows share, a branch under it, one with one member, empty items, two bare rows."""
     items = ((203, (0, 1, 2, 3, 5)), (77, (1, 2)), (65, (4,)), (0, (6,)), (64, ()))
     return DecodeCase(name, q, kv, d, items, (30, 23, 1, 65, 128, 0, 70, 0), dtype)
 
 
 RECORD = OpRecord(
     name="grouped_decode",
-    summary="Decode attention of one layer: every shared prefix read once for all its members, tails read by slot, merged.",
+    summary="Decode attention of one layer: every shared prefix read once for all members, tails read by slot.",
     tests=(
         _small("gqa 1", 4, 4, 64, "float32"),
         _small("gqa 3", 9, 3, 64, "bfloat16"),

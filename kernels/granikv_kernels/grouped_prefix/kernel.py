@@ -1,7 +1,8 @@
 """Triton kernel of grouped prefix attention: units of a work list, each one (item, chunk, kv head, tile of query rows).
 
-A unit streams its chunk of K and V once, as a dense view, past up to ``BLOCK_M`` query rows: the members of the item times
-the query heads of one KV head. Online softmax in base 2 (FlashAttention, Dao 2022), split over chunks (FlashDecoding).
+A unit streams its chunk of K and V once, as a dense view, past up to ``BLOCK_M`` query rows: the members of the item
+times the query heads of one KV head. Online softmax in base 2 (FlashAttention, Dao 2022), split over chunks
+(FlashDecoding).
 """
 
 import triton
@@ -10,6 +11,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 UNIT_FIELDS = tl.constexpr(8)
 """int32 fields of one unit: first slot, slots, first pair, first row, end row, kv head, split, unused."""
+
+
+@triton.jit
+def wait_in_last_program():
+    """Keep this grid from ending before the grid ahead of it in a programmatic dependent launch.
+
+    Whoever waits for this grid waits for both then. One program is enough, the last to start: the others make room, for
+    their like to run beside the grid ahead.
+    """
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        gdc_wait()
 
 
 @triton.jit
@@ -83,7 +95,7 @@ def prefix_unit(
     q_off = batch_row.to(tl.int64) * q_stride + head * D
     q = tl.load(q_ptr + q_off[:, None] + dims[None, :], mask=row_live[:, None], other=0.0).to(COMPUTE)
 
-    # 64 bits once, for the chunk's origin; offsets within a chunk fit 32.
+    # 64 bits once, for the chunk's origin; offsets within a chunk (slots times stride) fit 32.
     origin = first_slot.to(tl.int64) * SLOT_STRIDE + kv_head * HEAD_STRIDE
     k_chunk = k_ptr + origin
     v_chunk = v_ptr + origin
@@ -94,11 +106,11 @@ def prefix_unit(
     acc = tl.full([BLOCK_M, D], 0.0, tl.float32)
     whole = slots // BLOCK_N
     for i in tl.range(0, whole, num_stages=STAGES):
-        at = i * (BLOCK_N * SLOT_STRIDE)
         if TMA:
             k = k_desc.load([first_slot + i * BLOCK_N, kv_head * D]).to(COMPUTE)
             v = v_desc.load([first_slot + i * BLOCK_N, kv_head * D]).to(COMPUTE)
         else:
+            at = i * (BLOCK_N * SLOT_STRIDE)
             k = tl.load(k_chunk + at + tile).to(COMPUTE)
             v = tl.load(v_chunk + at + tile).to(COMPUTE)
         m, den, acc = softmax_step(q, k, v, row_live, m, den, acc, scale_log2, False, COMPUTE, PRECISION)
@@ -156,7 +168,7 @@ def prefix_kernel(
 ):
     """Persistent grid over one class of units: ``head[which] .. head[which + 1]`` of the list, read on the device.
 
-    ``FIRST``: nothing of this layer ran before. Otherwise, with PDL, the class before may still be running.
+    ``FIRST``: nothing of this layer ran before. Otherwise, with PDL, the grid before may still be running.
     """
     if PDL:
         # What follows in the layer needs nothing from here: let it start in whatever room this grid leaves.
@@ -170,6 +182,4 @@ def prefix_kernel(
             Q_HEADS, GQA, D, SLOT_STRIDE, HEAD_STRIDE, BLOCK_M, BLOCK_N, STAGES, COMPUTE, PRECISION, TMA,
         )  # fmt: skip
     if PDL and not FIRST:
-        # Ends after the grid before it, so that whoever waits for this one waits for both. One program is enough.
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
+        wait_in_last_program()

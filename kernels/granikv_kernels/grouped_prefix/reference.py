@@ -3,8 +3,8 @@
 One **item** is a contiguous run of slots that several rows of the batch share. Each item's K and V are read once, as a
 dense view of the cache, for all member rows together: scores are ``[kv_heads, members * gqa, length]`` GEMMs.
 
-An item with no members or length 0 contributes nothing: its pairs get output 0 and ``lse = -inf``, the neutral element of
-:func:`granikv_kernels.merge_state.merge_states_reference`.
+An item with no members or length 0 contributes nothing: its pairs get output 0 and ``lse = -inf``, the neutral element
+of :func:`granikv_kernels.merge_state.merge_states_reference`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def grouped_prefix_attention_reference(
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``q [m, q_heads, d]`` against dense ``k, v [n, kv_heads, d]``: one batched GEMM per side, rows of a GQA group stacked."""
+    """``q [m, q_heads, d]`` against dense ``k, v [n, kv_heads, d]``: one batched GEMM a side, GQA rows stacked."""
     members, heads, dim = q.shape
     kv_heads = k.shape[1]
     gqa = heads // kv_heads

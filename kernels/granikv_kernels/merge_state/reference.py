@@ -1,7 +1,7 @@
 """Pure-torch reference of merging attention states by log-sum-exp.
 
-A state is ``(out, lse)`` over a set of slots; states over disjoint sets merge exactly (Cascade Inference, FlashInfer 2024;
-the same identity as split-KV in FlashDecoding). ``lse = -inf`` marks an empty set and is the neutral element.
+A state is ``(out, lse)`` over a set of slots; states over disjoint sets merge exactly (Cascade Inference, FlashInfer
+2024; the same identity as split-KV in FlashDecoding). ``lse = -inf`` marks an empty set and is the neutral element.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def merge_states_reference(
     Returns:
         The merged ``out`` and ``lse`` (new tensors). A row whose states are all empty gets output 0 and ``lse = -inf``.
     """
-    rows, heads = lse.shape
+    heads = lse.shape[1]
     index = pair_row.view(-1, 1).expand(-1, heads)
     top = lse.scatter_reduce(0, index, pair_lse, reduce="amax", include_self=True)
     base = torch.where(torch.isinf(top), 0.0, top)

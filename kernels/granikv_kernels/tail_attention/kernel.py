@@ -1,12 +1,14 @@
 """Triton kernels of the tail pass: each request's private tokens, read slot by slot through SGLang's ``req_to_token``.
 
-``schedule_kernel`` runs once a step: it turns sequence lengths and coverage, both on the device, into a work list, so that
-no host work depends on a length. ``tail_kernel`` runs once a layer over that list.
+``schedule_kernel`` runs once a step: it turns sequence lengths and coverage, both on the device, into a work list, so
+that no host work depends on a length. ``tail_kernel`` runs once a layer over that list.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from granikv_kernels.grouped_prefix.kernel import wait_in_last_program
 
 TAIL_FIELDS = tl.constexpr(4)
 """int32 fields of one split: batch row, row of ``req_to_token``, first position, end position."""
@@ -26,8 +28,8 @@ def schedule_kernel(
 ):
     """Cut every tail into splits of at most one common size, chosen so that there are about ``target`` of them.
 
-    Writes ``tail_ptr [rows + 1]`` (first split of each row) and ``splits [.., 4]``. At most ``rows + target`` splits: each
-    row adds at most one more than its share of full ones. One program.
+    Writes ``tail_ptr [rows + 1]`` (first split of each row) and ``splits [.., 4]``. At most ``rows + target`` splits:
+    each row adds at most one more than its share of full ones. One program.
     """
     row = tl.arange(0, ROWS)
     live = row < rows
@@ -156,7 +158,7 @@ def tail_kernel(
     """Persistent grid over (split, kv head). Neighbouring programs take the heads of one split: the same DRAM pages."""
     units = tl.load(tail_ptr_ptr + rows) * KV_HEADS
     if PDL:
-        # The merge may take its places now; it waits for this grid to end.
+        # What follows may take the room that this grid leaves.
         gdc_launch_dependents()
     for u in tl.range(tl.program_id(0), units, programs, num_stages=1):
         split = u // KV_HEADS
@@ -166,7 +168,4 @@ def tail_kernel(
             Q_HEADS, GQA, D, SLOT_STRIDE, HEAD_STRIDE, BLOCK_G, BLOCK_N, STAGES, COMPUTE, PRECISION,
         )  # fmt: skip
     if PDL:
-        # The merge waits for this grid alone, so this grid must not end before the prefix pass has. One program waits, the
-        # last to start: the others make room for their like, which run beside the prefix pass.
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
+        wait_in_last_program()

@@ -23,8 +23,8 @@ def tail_attention_reference(
         sm_scale: multiplied into the scores.
 
     Returns:
-        ``out [rows, q_heads, head_dim]`` and ``lse [rows, q_heads]`` in float32 at least, natural logarithm. An empty tail
-        gives output 0 and ``lse = -inf``.
+        ``out [rows, q_heads, head_dim]`` and ``lse [rows, q_heads]`` in float32 at least, natural logarithm. An empty
+        tail gives output 0 and ``lse = -inf``.
     """
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
