@@ -14,7 +14,7 @@ from granikv_sglang.demo import __main__ as cli
 from granikv_sglang.demo import report, servers
 from granikv_sglang.demo.client import Answer
 from granikv_sglang.demo.compare import TIE_BOUND, Difference, first_difference, judge
-from granikv_sglang.demo.measure import Speed, decode_speeds, joint_tokens, total
+from granikv_sglang.demo.measure import Speed, decode_speeds, joint_tokens, steady, total
 from granikv_sglang.demo.teams import END_OF_TURN, MOST_PER_TEAM, TEAMS, answer_text, roster
 from granikv_sglang.embedded import MODEL_FOLDER, cache_root, is_complete
 
@@ -92,6 +92,13 @@ def test_a_long_prefill_does_not_change_the_speed() -> None:
 
 def test_rounds_are_put_together_by_tokens_and_seconds_not_by_their_speeds() -> None:
     assert total([Speed(100, 1.0), Speed(100, 9.0)]).per_second == pytest.approx(20.0)
+
+
+def test_rounds_that_disagree_are_not_steady() -> None:
+    stock = Speed(100, 10.0)
+    assert steady([(Speed(100, 3.0), stock), (Speed(100, 3.6), stock)])
+    assert not steady([(Speed(100, 12.0), stock), (Speed(100, 1.0), stock)])
+    assert not steady([])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ METHOD = (
     "decode only: same number of tokens per side, all agents decoding, prefill excluded; order GraniKV, stock, stock, "
     "GraniKV; KV caches flushed before the first round of each"
 )
+STEADY = 1.5
+"""Rounds whose speed-ups are further apart than this factor say more about the machine than about either side."""
 FEWEST_STEPS = 4
 """With fewer steps in which all requests decode, a speed would be noise."""
 
@@ -58,6 +60,12 @@ def decode_speeds(ours: Sequence[Sequence[float]], stock: Sequence[Sequence[floa
         Speed(count, our_tokens[count - 1] - our_start),
         Speed(count, stock_tokens[count - 1] - stock_start),
     )
+
+
+def steady(pairs: Sequence[tuple[Speed, Speed]]) -> bool:
+    """Whether the rounds agree on the speed-up within :data:`STEADY`; if not, something else used the machine."""
+    ratios = [ours.per_second / stock.per_second for ours, stock in pairs]
+    return bool(ratios) and max(ratios) <= STEADY * min(ratios)
 
 
 def total(speeds: Sequence[Speed]) -> Speed:

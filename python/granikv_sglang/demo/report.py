@@ -11,7 +11,7 @@ from typing import Any
 
 from granikv_sglang.demo.client import Answer
 from granikv_sglang.demo.compare import Verdict
-from granikv_sglang.demo.measure import METHOD, Speed, total
+from granikv_sglang.demo.measure import METHOD, Speed, steady, total
 from granikv_sglang.demo.teams import TEAMS, answer_text
 
 
@@ -122,6 +122,11 @@ def speed_report(speeds: Sequence[tuple[Speed, Speed]], seconds: Sequence[tuple[
     if speeds:
         ours, stock = (total(side).per_second for side in zip(*speeds, strict=True))
         lines.append(f"  decode: {ours:.1f} against {stock:.1f} tokens/s, " + bold(f"{ours / stock:.2f} times stock"))
+        if not steady(speeds):
+            text = (
+                "The rounds disagree, other programs used the cores: do not rely on this speed, run on an idle machine."
+            )
+            lines.append(textwrap.fill(text, width(), initial_indent="  ", subsequent_indent="  "))
     else:
         lines.append("  decode speed not measured: too few joint steps, ask for more --max-tokens")
     lines.append(textwrap.fill(f"({METHOD})", width(), initial_indent="  ", subsequent_indent="  "))

@@ -19,7 +19,7 @@ from granikv_sglang.core import GraniKVError
 from granikv_sglang.demo import report
 from granikv_sglang.demo.client import MODEL, Answer, Round, ask_all, top_two, warm_up
 from granikv_sglang.demo.compare import Verdict, first_difference, judge
-from granikv_sglang.demo.measure import decode_speeds, total
+from granikv_sglang.demo.measure import decode_speeds, steady, total
 from granikv_sglang.demo.progress import Progress
 from granikv_sglang.demo.servers import MILESTONES, Server, free_ports, wait_ready
 from granikv_sglang.demo.teams import TEAMS, Agent, roster
@@ -183,6 +183,7 @@ def _print_results(outcome: Outcome, options: Options, seconds: float) -> int:
         "prefix_bytes_not_reread": int(outcome.delta.get("bytes_not_reread", 0)),
         "decode_speedup_vs_stock": round(ours.per_second / stock.per_second, 2) if ours and stock else None,
         "decode_speedup_by_round": [round(a.per_second / b.per_second, 2) for a, b in speeds],
+        "decode_speedup_steady": steady(speeds),
         "decode_tokens_per_second": [round(side.per_second, 1) for side in (ours, stock) if side],
         "ties": ties,
         "output_tokens": tokens,
