@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -139,13 +140,8 @@ def environment() -> dict[str, Any]:
     """What a result has to be read with."""
     # A copy of the tree without its history may be told.
     commit = os.environ.get("GRANIKV_COMMIT", "")
-    try:
-        commit = (
-            commit
-            or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        )
-    except OSError:
-        pass
+    if not commit and shutil.which("git"):
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "commit": commit or "unknown",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",

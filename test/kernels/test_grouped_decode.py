@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from batches import assert_lse, exact, make_batch, rms_ratio
+from kernel_batches import assert_lse, exact, make_batch, rms_ratio
 
 from granikv_kernels.grouped_decode import GroupedDecode, KernelConfig, PrefixTile, TailTile, default_config
 from granikv_kernels.grouped_decode.record import RECORD

@@ -175,8 +175,8 @@ class GroupedDecode:
         self._check(q, k_cache, v_cache, req_to_token, out)
         if reschedule:
             self.schedule(seq_lens, req_pool_indices)
-        # Wide prefix units and tails share the SMs: one is bound by arithmetic, the other by memory. Narrow units, bound
-        # by memory too, come after the tails: their programs need half an SM each, and a grid starts only when all
+        # Wide prefix units and tails share the SMs: one is bound by arithmetic, the other by memory. Narrow units, also
+        # bound by memory, come after the tails: their programs need half an SM each, and a grid starts only when all
         # programs of the grid ahead have.
         self._run_class(0, self.config.wide, q, k_cache, v_cache, sm_scale, {})
         self.run_tail(q, k_cache, v_cache, req_to_token, sm_scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import assert_lse, exact, make_batch, rms_ratio
+from kernel_batches import assert_lse, exact, make_batch, rms_ratio
 
 from granikv_kernels.grouped_decode import grouped_decode_reference
 from granikv_kernels.grouped_decode.record import RECORD
