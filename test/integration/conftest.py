@@ -41,6 +41,9 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     folder = tmp_path_factory.mktemp("servers")
     ports = free_ports(2)
     common = ["--model-path", str(model), "--max-running-requests", "16", "--chunked-prefill-size", "256"]
+    # One thread each: with two on two cores every parallel region waits for whoever else is running, and decode is
+    # thousands of tiny ones. Speed is not what is tested here.
+    os.environ["OMP_NUM_THREADS"] = "1"
     saved = {name: os.environ.get(name) for name in STRESS}
     os.environ.update(STRESS)
     granikv = Server(

@@ -110,7 +110,7 @@ def test_wide_batch(tail):
 
 
 @pytest.mark.skipif(not os.environ.get("GRANIKV_TRIALS"), reason="benchmark variants: set GRANIKV_TRIALS=1")
-@pytest.mark.parametrize("variant", [v for v in TRIALS if v.tail], ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", [v for v in TRIALS if v.tail_ring], ids=lambda v: v.name)
 def test_trial_variants(variant):
     world = World(FOREST, TAIL_LENS, 32, 8, 128, torch.bfloat16)
     op = GroupedPrefixCuda(32, 8, 128, torch.bfloat16, max_pairs=64, variant=variant, trials=True)
@@ -119,7 +119,7 @@ def test_trial_variants(variant):
 
 def test_one_graph_many_steps():
     """Captured once; groups, tails and their lengths change between replays, without capturing again."""
-    assert FUSED[128].tail
+    assert FUSED[128].tail_ring
     first = World([(0, 64, [0, 1])], [1] * 10, 32, 8, 128, torch.bfloat16, seed=1)
     worlds = [first, World(FOREST, TAIL_LENS, 32, 8, 128, torch.bfloat16, seed=2)]
     worlds.append(World([(0, 0, [])], [7 * i for i in range(10)], 32, 8, 128, torch.bfloat16, seed=3))
