@@ -132,7 +132,7 @@ def measure(case: str, variant: Variant, heads: tuple[int, int, int], args: argp
 
     alone, with_merge = replay_us(prefix, sets, args.replays), replay_us(both, sets, args.replays)
     whole: dict[str, object] = {}
-    if variant.tail:
+    if variant.tail_ring:
         whole["layer_us"] = [round(x, 2) for x in replay_us(layer, sets, args.replays)]
     flops = sum(4 * n * m * q_heads * dim for n, m in items)
     return {

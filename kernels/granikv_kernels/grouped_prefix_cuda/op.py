@@ -78,13 +78,22 @@ class GroupedPrefixCuda:
         self._maps: dict[tuple[int, ...], ctypes.Array[ctypes.c_char]] = {}
 
         self.max_partial_rows = max_partial_mib * 2**20 // (head_dim * partial_dtype.itemsize)
-        self._tail_workers = ctas * _TAIL_WARPS
-        tail_rows = (self._tail_workers + max_pairs * kv_heads) * self.gqa if self.variant.tail else 0
-        self._arrivals = torch.zeros(1, dtype=torch.int64, device=self.device)  # the kernel's grid barrier
+        tail_rows = (ctas * _TAIL_WARPS + max_pairs * kv_heads) * self.gqa if self.variant.tail_ring else 0
+        self._arrivals = torch.zeros(1, dtype=torch.int64, device=self.device)  # the fused launch's grid barrier
         rows = self.max_partial_rows + tail_rows  # the tails' partial results follow the items'
         self.part_out = torch.empty((rows, head_dim), dtype=partial_dtype, device=self.device)
         self.part_lse = torch.empty(rows, dtype=torch.float32, device=self.device)
         self.worklist: Worklist | None = None
+        with torch.cuda.device(self.device):  # loads the kernels now: the first launch may be under capture
+            none = [None] * 7
+            code = self._lib.granikv_prefix(
+                self._variant_id, _DTYPES[dtype], self._part_half, *none, 0, 1, 0, 0, 1.0, *none[:6], q_heads, None
+            )
+            check(self._lib, code, "prefix kernel")
+            code = self._lib.granikv_merge(
+                head_dim, _DTYPES[dtype], self._part_half, *none, None, 0, q_heads, self.gqa, 0, None
+            )
+            check(self._lib, code, "merge kernel")
 
     def plan(
         self,
@@ -223,7 +232,7 @@ class GroupedPrefixCuda:
 
     def _tail_params(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tails: Tails) -> TailParams:
         rows, index, lens = q.shape[0], tails.req_index, tails.seq_lens
-        if not self.variant.tail or rows > min(_MAX_TAIL_ROWS, self.max_pairs) or self.gqa > _MAX_TAIL_GQA:
+        if not self.variant.tail_ring or rows > min(_MAX_TAIL_ROWS, self.max_pairs) or self.gqa > _MAX_TAIL_GQA:
             raise ValueError("tails need tails=True, at most 384 rows and 8 query heads a KV head")
         if index.dtype != lens.dtype or lens.dtype not in (torch.int32, torch.int64) or k.stride(0) != v.stride(0):
             raise ValueError("req_index and seq_lens must be of one integer type; K and V of one slot stride")

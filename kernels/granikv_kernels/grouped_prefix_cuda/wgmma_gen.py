@@ -32,6 +32,16 @@ struct Wgmma<{n}, {ctype}> {{
         : {outputs}
         : "l"(a), "l"(b), "r"(scale_d));
   }}
+  // A in registers, B in shared memory, K-major.
+  static __device__ __forceinline__ void rs_k(float (&d)[{regs}], const uint32_t* a, uint64_t b, int scale_d) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{first + 5}, 0;\\n"
+        "{head} "
+        "{{{accumulators}}}, "
+        "{{{a_regs}}}, %{first + 4}, p, 1, 1, 0;\\n}}"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));
+  }}
   // A in registers, B in shared memory with N contiguous (transposed); accumulates.
   static __device__ __forceinline__ void rs(float (&d)[{regs}], const uint32_t* a, uint64_t b) {{
     asm volatile(

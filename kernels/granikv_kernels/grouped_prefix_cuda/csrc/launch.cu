@@ -3,7 +3,7 @@
 
 #include "merge.cuh"
 #include "prefix.cuh"
-#include "variants.inc"  // GRANIKV_VARIANTS(X): X(id, head_dim, warpgroups, tile_n, stages, cluster, ctas_per_sm, tail)
+#include "variants.inc"  // GRANIKV_VARIANTS(X): X(id, head_dim, warpgroups, tile_n, stages, cluster, ctas_per_sm, q_in_regs, tail_ring)
 
 namespace granikv {
 namespace {
@@ -33,12 +33,8 @@ struct LaunchArgs {
 template <typename C>
 int launch_prefix(const LaunchArgs& a) {
   const auto kernel = prefix_kernel<C>;
-  static bool ready = false;
-  if (!ready) {
-    const cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmem);
-    if (err != cudaSuccess) return err;
-    ready = true;
-  }
+  // Not at the first launch: that may be under capture, and the attribute is the current device's, not the process's.
+  if (a.grid == 0) return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmem);
   PrefixParams<typename C::PartT> p{a.q,
                                     static_cast<const Unit*>(a.units),
                                     static_cast<const int*>(a.unit_rows),
@@ -86,6 +82,10 @@ int launch_prefix(const LaunchArgs& a) {
 
 template <typename PartT, typename OutT, int kD>
 int launch_merge(const MergeParams<PartT, OutT>& p, bool overlap, cudaStream_t stream) {
+  if (p.groups == 0) {  // loads the kernel
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, merge_kernel<PartT, OutT, kD>);
+  }
   cudaLaunchAttribute attr[1];
   attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attr[0].val.programmaticStreamSerializationAllowed = overlap ? 1 : 0;
@@ -138,6 +138,7 @@ int granikv_make_map(void* out, const void* base, long long slots, int kv_heads,
   return 0;
 }
 
+// grid == 0 prepares the kernel on the current device instead of launching it; likewise granikv_merge with groups == 0.
 int granikv_prefix(int variant, int half, int part_half, const void* kmap, const void* vmap, const void* q,
                    const void* units, const void* unit_rows, void* part_out, void* part_lse, long long q_row_stride,
                    int gqa, int max_rounds, int grid, float scale_log2, const TailParams* tail, const void* offsets,

@@ -1,8 +1,8 @@
-// Private tails, done by warps that the prefix pass leaves idle: memory-bound work beside compute-bound work, in one launch.
+// Private tails beside the prefix pass, in one launch: memory-bound work beside compute-bound work.
 //
 // A tail is a row's tokens [coverage, seq_len), at the slots that req_to_token names. Tokens are taken 16 at a time (a
 // **tile**), one KV head at a time. All tiles of the batch, row by row and head by head, form one line that is cut evenly
-// over the tail warps of the grid, so the split needs no plan: lengths are read on the device and may change every step.
+// over the tail warps of the grid: lengths are read on the device, so the cut needs no plan and may change every step.
 // Warp w's share of unit u (u = row * kv_heads + head) is a partial result with id w + u, unique since both only grow.
 //
 // Scores are taken transposed: S^T = K Q^T has tokens as its 16 rows and up to 8 query heads of the group as its columns,
@@ -66,10 +66,10 @@ GRANIKV_DEVICE void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0
 }
 
 // Shared memory of the tail warps: what every warp needs of every row, and each warp's ring of tiles (16 rows of K, 16 of V).
-template <int kD>
+template <int kD, int kRing_>
 struct TailShape {
   static constexpr int kWarps = 3;
-  static constexpr int kRing = 3;
+  static constexpr int kRing = kRing_;
   static constexpr int kMaxRows = 384;
   static constexpr int kHalf = 16 * kD * 2;
   static constexpr int kRingBytes = kWarps * kRing * 2 * kHalf;
@@ -85,10 +85,12 @@ struct TailRows {
   __device__ __forceinline__ int tiles(int row) const { return (length[row] + 15) / 16; }
 };
 
-// Tiles a tail warp takes, from the tiles of one KV head.
-GRANIKV_DEVICE int tail_share(int per_head, int kv_heads, int workers) {
-  return (per_head * kv_heads + workers - 1) / workers;
+// Tiles a tail warp takes; `total` on the line.
+GRANIKV_DEVICE int tail_total(const TailRows& rows, int n_rows, int kv_heads) {
+  return (rows.first_tile[n_rows - 1] + rows.tiles(n_rows - 1)) * kv_heads;
 }
+GRANIKV_DEVICE int tail_share(int total, int workers) { return (total + workers - 1) / workers; }
+
 // First partial id and number of partials of a unit.
 GRANIKV_DEVICE int2 tail_partials(const TailRows& rows, int row, int head, int kv_heads, int share) {
   const int tiles = rows.tiles(row);
@@ -98,9 +100,9 @@ GRANIKV_DEVICE int2 tail_partials(const TailRows& rows, int row, int head, int k
   return make_int2(w0 + row * kv_heads + head, (first + tiles - 1) / share - w0 + 1);
 }
 
-template <typename T, typename PartT, int kD>
+template <typename T, typename PartT, int kD, int kRing>
 struct TailWarp {
-  using Shape = TailShape<kD>;
+  using Shape = TailShape<kD, kRing>;
   static constexpr float kSlack = 8.0f;  // as in the prefix pass
 
   // A place on the line of tiles.
@@ -119,8 +121,8 @@ struct TailWarp {
   uint32_t ring;
   int lane, worker, workers;
 
-  // Fills `rows`: all tail warps of the CTA together. Returns the number of tiles of one KV head.
-  __device__ __forceinline__ int read_rows(int local_warp) {
+  // Fills `rows`: all tail warps of the CTA together.
+  __device__ __forceinline__ void read_rows(int local_warp) {
     for (int r = local_warp * 32 + lane; r < t.rows; r += 32 * Shape::kWarps) {
       const int begin = t.coverage[r], end = load_index(t.seq_lens, r, t.wide);
       rows.request[r] = load_index(t.req_index, r, t.wide);
@@ -141,11 +143,10 @@ struct TailWarp {
       total += __shfl_sync(0xffffffff, sum, 31);
     }
     __syncwarp();
-    return total;
   }
 
   __device__ __forceinline__ Cursor locate(int at) const {
-    int lo = 0, hi = t.rows - 1;  // the last row that starts at or before `at` and is not empty
+    int lo = 0, hi = t.rows - 1;  // the last row that starts at or before `at`: no empty one
     while (lo < hi) {
       const int mid = (lo + hi + 1) / 2;
       if (rows.first_tile[mid] * t.kv_heads <= at) {
@@ -154,8 +155,8 @@ struct TailWarp {
         hi = mid - 1;
       }
     }
-    const int tiles = rows.tiles(lo), left = at - rows.first_tile[lo] * t.kv_heads;
-    return {lo, left / tiles, left % tiles, tiles};
+    const int tiles = rows.tiles(lo), past = at - rows.first_tile[lo] * t.kv_heads;
+    return {lo, past / tiles, past % tiles, tiles};
   }
   __device__ __forceinline__ void advance(Cursor& c) const {
     if (++c.tile < c.tiles) return;
@@ -174,91 +175,82 @@ struct TailWarp {
     return __ldg(t.req_to_token + rows.request[c.row] * t.req_stride + token);
   }
 
-  // One half (K or V) of a tile into shared memory at `half`.
-  __device__ __forceinline__ void fetch(const void* cache, int slots, int head, uint32_t half) const {
+  __device__ __forceinline__ void fetch(int slots, int head, uint32_t tile) const {
     constexpr int kChunks = kD / 8;          // 16-byte chunks of a row
     constexpr int kRows = 32 / kChunks;      // rows the warp covers at a time
     const int chunk = lane % kChunks;
     // The swizzle (16-byte chunk ^ row % 8) splits into a lane's part and a part known at compile time.
-    const uint32_t base = half + lane / kChunks * kD * 2 + ((chunk ^ (lane / kChunks)) << 4);
-    const T* src = static_cast<const T*>(cache) + head * kD + chunk * 8;
+    const uint32_t base = tile + lane / kChunks * kD * 2 + ((chunk ^ (lane / kChunks)) << 4);
+    const T* k = static_cast<const T*>(t.k) + head * kD + chunk * 8;
+    const T* v = static_cast<const T*>(t.v) + head * kD + chunk * 8;
 #pragma unroll
     for (int i = 0; i < 16 / kRows; ++i) {
-      const int slot = __shfl_sync(0xffffffff, slots, i * kRows + lane / kChunks);
-      cp_async_16((base ^ ((i * kRows % 8) << 4)) + i * kRows * kD * 2, src + slot * t.slot_stride);
+      const long long at = __shfl_sync(0xffffffff, slots, i * kRows + lane / kChunks) * t.slot_stride;
+      const uint32_t dst = (base ^ ((i * kRows % 8) << 4)) + i * kRows * kD * 2;
+      cp_async_16(dst, k + at);
+      cp_async_16(dst + Shape::kHalf, v + at);
     }
   }
-  __device__ __forceinline__ uint32_t k_half(int tile) const { return ring + tile % Shape::kRing * 2 * Shape::kHalf; }
-  __device__ __forceinline__ uint32_t v_half(int tile) const { return k_half(tile) + Shape::kHalf; }
 
-  // Step i scores tile i + 1 beside summing tile i, since matrix instructions wait for a gap in the prefix pass's: one
-  // wait a tile, not two. So K runs one tile ahead of V; two steps' worth of both are in flight.
-  __device__ __forceinline__ void run(int per_head) {
-    const int total = per_head * t.kv_heads;
-    const int share = tail_share(per_head, t.kv_heads, workers);
+  __device__ __forceinline__ void run() {
+    const int total = tail_total(rows, t.rows, t.kv_heads), share = tail_share(total, workers);
     const int first = worker * share, count = min(share, total - first);
     if (count <= 0) return;
-
-    Cursor asked = locate(first), scored = asked, summed = asked;
-    int tile_asked = 0;
+    Cursor asked = locate(first), here = asked;
+    int known = 0;
+    // Slots of tiles to come are asked for one step before they are used: their load is done by then.
     const auto ask = [&](int& slots, int& head) {
+      if (known >= count) return;
       head = asked.head;
-      slots = tile_asked < count ? slot_at(asked) : 0;
-      if (tile_asked < count) advance(asked);
-      ++tile_asked;
+      slots = slot_at(asked);
+      ++known;
+      advance(asked);
     };
-    int slots[4], heads[4];
+    int slots[kRing], heads[kRing];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ask(slots[i], heads[i]);
-    uint32_t qf[kD / 8];
-    load_q(scored, qf);
-    fetch(t.k, slots[0], heads[0], k_half(0));
-    if (count > 1) fetch(t.k, slots[1], heads[1], k_half(1));
-    fetch(t.v, slots[0], heads[0], v_half(0));
-    cp_async_commit();
-    if (count > 2) fetch(t.k, slots[2], heads[2], k_half(2));
-    if (count > 1) fetch(t.v, slots[1], heads[1], v_half(1));
-    cp_async_commit();
-    cp_async_wait<1>();
-    __syncwarp();
-    GRANIKV_TRACE(7, threadIdx.x == 32);
-    float s[4];
-    scores(k_half(0), qf, s);
-    advance(scored);
-    if (count > 1 && scored.tile == 0) load_q(scored, qf);
+    for (int i = 0; i < kRing; ++i) {
+      slots[i] = heads[i] = 0;
+      ask(slots[i], heads[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kRing - 1; ++i) {  // in flight
+      if (i < count) fetch(slots[i], heads[i], ring + i * 2 * Shape::kHalf);
+      cp_async_commit();
+    }
+    int next_slots = slots[kRing - 1], next_head = heads[kRing - 1];
 
+    uint32_t qf[kD / 8];
     float o[kD / 16][4];
     float top[2], sum[2];
     bool fresh = true;
+    uint32_t tile = ring, last = ring + (kRing - 1) * 2 * Shape::kHalf;  // of this step, and of the step before it
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      int next_slots, next_head;  // of tile i + 4: its load is done when the next step uses it
+      const int now_slots = next_slots, now_head = next_head;
       ask(next_slots, next_head);
       if (fresh) {
+        load_q(here, qf);
 #pragma unroll
         for (int j = 0; j < kD / 16; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
         top[0] = top[1] = -INFINITY;
         sum[0] = sum[1] = 0.0f;
       }
-      if (i + 3 < count) fetch(t.k, slots[3], heads[3], k_half(i + 3));
-      if (i + 2 < count) fetch(t.v, slots[2], heads[2], v_half(i + 2));
+      if (i + kRing - 1 < count) fetch(now_slots, now_head, last);
       cp_async_commit();
-      slots[2] = slots[3], heads[2] = heads[3];
-      slots[3] = next_slots, heads[3] = next_head;
+      cp_async_wait<kRing - 1>();
+      __syncwarp();
+      float s[4];
       uint32_t p[2];
-      softmax(rows.length[summed.row] - summed.tile * 16, s, p, o, top, sum);
-      cp_async_wait<2>();
+      scores(tile, qf, s);
+      softmax(rows.length[here.row] - here.tile * 16, s, p, o, top, sum);
+      values(tile + Shape::kHalf, p, o);
       __syncwarp();
-      values(v_half(i), p, o);
-      if (i + 1 < count) {
-        scores(k_half(i + 1), qf, s);
-        advance(scored);
-        if (i + 2 < count && scored.tile == 0) load_q(scored, qf);
-      }
-      __syncwarp();
-      fresh = summed.tile + 1 == summed.tiles || i + 1 == count;
-      if (fresh) store(summed, o, top, sum);
-      advance(summed);
+      fresh = here.tile + 1 == here.tiles || i + 1 == count;
+      if (fresh) store(here, o, top, sum);
+      advance(here);
+      last = tile;
+      tile += 2 * Shape::kHalf;
+      if (tile == ring + kRing * 2 * Shape::kHalf) tile = ring;
     }
   }
 
