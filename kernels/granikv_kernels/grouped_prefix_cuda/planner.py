@@ -84,14 +84,18 @@ def plan_worklist(
 def unit_rows(units: IntArray, member_rows: npt.NDArray[np.integer], gqa: int, tile_m: int) -> IntArray:
     """``[rounds, ctas, tile_m]``: where each stacked row of a unit is in q, ``row << 8 | query head``; -1: none."""
     out = np.full((*units.shape[:2], tile_m), -1, dtype=np.int32)
-    busy = units[:, :, 5] > 0
-    unit = units[busy].astype(np.int64)
+    busy = np.nonzero(units[:, :, 5] > 0)
+    unit = units[busy]
     if unit.size:
-        local = np.arange(tile_m)
-        member, g = np.divmod(unit[:, 4, None] + local, gqa)
-        at = np.minimum(unit[:, 3, None] + member, member_rows.size - 1)  # past the tile's rows: not used
-        source = (member_rows[at] << 8) | (unit[:, 2, None] * gqa + g)
-        out[busy] = np.where(local < unit[:, 5, None], source, -1)
+        width = int(unit[:, 5].max())  # small groups leave most of a tile empty
+        local = np.arange(width, dtype=np.int32)
+        table = np.arange(width + gqa, dtype=np.int32)
+        offset = unit[:, 4, None] % gqa + local  # divided by look-up: integer division is slow here
+        at = (unit[:, 3] + unit[:, 4] // gqa)[:, None] + (table // gqa)[offset]
+        np.minimum(at, member_rows.size - 1, out=at)  # past the tile's rows: not used
+        source = (member_rows.astype(np.int32)[at] << 8) | ((unit[:, 2] * gqa)[:, None] + (table % gqa)[offset])
+        source[local >= unit[:, 5, None]] = -1
+        out[busy[0], busy[1], :width] = source
     return out
 
 
