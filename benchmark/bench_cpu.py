@@ -144,6 +144,7 @@ def main() -> int:
     parser.add_argument("--shared", type=int, default=2048, help="tokens of the common prefix")
     parser.add_argument("--tokens", type=int, default=24, help="output tokens of each request")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--case", choices=("shared", "nothing shared"), default=None, help="run one case only")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_cpu.jsonl")
     args = parser.parse_args()
     model = ensure_model()
@@ -161,7 +162,8 @@ def main() -> int:
         ]
         try:
             wait_ready(servers, lambda _: None)
-            rows = [run_case(case, *servers, text, tokenizer, args) for case in cases]
+            wanted = [case for case in cases if args.case in (None, case.name)]
+            rows = [run_case(case, *servers, text, tokenizer, args) for case in wanted]
         except GraniKVError as error:
             print(f"granikv: {error}", file=sys.stderr)
             return 1

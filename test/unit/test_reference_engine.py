@@ -1,9 +1,9 @@
-"""The grouped torch engine against plain softmax attention over each request's own tokens."""
+"""Both engines against plain softmax attention over each request's own tokens; Triton runs in its interpreter here."""
 
 import pytest
 import torch
 
-from granikv_sglang.backends import DecodeBatch, build_engine
+from granikv_sglang.backends import ENGINES, DecodeBatch, Geometry, build_engine
 from granikv_sglang.core import Reason, Regime, Span
 from granikv_sglang.plan import Decision, Plan, build_items, coverage_of
 
@@ -38,6 +38,18 @@ def world(paths, tails, heads=6, kv_heads=2, dim=16, seed=0):
     return torch.randn(len(rows), heads, dim), k_cache, v_cache, rows, req_to_token
 
 
+def engine_of(name, q, k_cache):
+    geometry = Geometry(q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, q.device)
+    return build_engine(name, geometry, max_rows=8)
+
+
+def attend(engine, plan, batch, q, k_cache, v_cache, scale):
+    """One pass, as the attention backend drives it."""
+    engine.prepare(plan, batch)
+    engine.begin()
+    return engine.run(q, k_cache, v_cache, scale)
+
+
 TEAM, ROLE, OTHER = (1, Span(256, 90)), (2, Span(515, 33)), (3, Span(700, 1))
 
 
@@ -50,31 +62,46 @@ TEAM, ROLE, OTHER = (1, Span(256, 90)), (2, Span(515, 33)), (3, Span(700, 1))
     ],
 )
 @pytest.mark.parametrize("heads", [2, 6, 8])
-def test_matches_plain_attention(paths, tails, heads):
+@pytest.mark.parametrize("name", ENGINES)
+def test_matches_plain_attention(name, paths, tails, heads):
     q, k_cache, v_cache, rows, req_to_token = world(paths, tails, heads=heads)
     items = build_items(paths)
     plan = Plan(Decision(Regime.CASCADE, Reason.FORCED), items, coverage_of(items, len(paths)), version=1)
-    engine = build_engine("torch")
     lens = torch.tensor([len(row) for row in rows])
-    engine.prepare(plan, DecodeBatch(req_to_token, torch.arange(len(rows)) + 1, lens, lens))
-    out = engine.run(q, k_cache, v_cache, 0.25)
+    batch = DecodeBatch(req_to_token, torch.arange(len(rows)) + 1, lens, lens)
+    out = attend(engine_of(name, q, k_cache), plan, batch, q, k_cache, v_cache, 0.25)
     for i, row in enumerate(rows):
         torch.testing.assert_close(out[i].double(), exact(q[i], k_cache, v_cache, row, 0.25), rtol=1e-5, atol=1e-6)
 
 
-def test_the_next_step_of_the_same_plan_sees_longer_tails():
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_next_step_of_the_same_plan_sees_longer_tails(name):
     paths, tails = [(TEAM,)] * 3, [4, 2, 8]
     q, k_cache, v_cache, rows, req_to_token = world(paths, tails)
     items = build_items(paths)
     plan = Plan(Decision(Regime.CASCADE, Reason.FORCED), items, coverage_of(items, 3), version=5)
-    engine = build_engine("torch")
+    engine = engine_of(name, q, k_cache)
     for drop in (1, 0):
         lens = torch.tensor([len(row) - drop for row in rows])
-        engine.prepare(plan, DecodeBatch(req_to_token, torch.arange(3) + 1, lens, lens))
-        out = engine.run(q, k_cache, v_cache, 0.3)
+        batch = DecodeBatch(req_to_token, torch.arange(3) + 1, lens, lens)
+        out = attend(engine, plan, batch, q, k_cache, v_cache, 0.3)
         for i, row in enumerate(rows):
             expected = exact(q[i], k_cache, v_cache, row[: len(row) - drop], 0.3)
             torch.testing.assert_close(out[i].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padded_rows_are_harmless():
+    """A graph is replayed for a padded batch: rows past the plan have one token and no coverage."""
+    paths, tails = [(TEAM,)] * 3, [4, 2, 8]
+    q, k_cache, v_cache, rows, req_to_token = world(paths, tails)
+    items = build_items(paths)
+    plan = Plan(Decision(Regime.CASCADE, Reason.FORCED), items, coverage_of(items, 3), version=5)
+    lens = torch.tensor([*(len(row) for row in rows), 1, 1])
+    batch = DecodeBatch(req_to_token, torch.tensor([1, 2, 3, 0, 0]), lens, lens)
+    padded = torch.cat([q, torch.randn(2, *q.shape[1:])])
+    out = attend(engine_of("triton", q, k_cache), plan, batch, padded, k_cache, v_cache, 0.3)
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(out[i].double(), exact(q[i], k_cache, v_cache, row, 0.3), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unknown_engine_is_an_error():
