@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--private", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--pool", type=int, default=160000)
-    parser.add_argument("--max-requests", type=int, default=128)
+    parser.add_argument("--max-requests", type=int, default=160, help="more than any point, or one request waits")
     parser.add_argument("--commit", default="unknown", help="commit to record where git is absent")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine_decode.jsonl")
     args = parser.parse_args()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.runtime_context import get_parallel
 
 from granikv_sglang.backends import Geometry, SharedDecode, build_engine
 from granikv_sglang.backends.attention import GraniKVAttnBackend
@@ -181,7 +182,7 @@ def _engine_for(runner: Any) -> SharedDecode:
     if not pool.k_buffer[0].is_cuda:
         return build_engine("torch")
     _, kv_heads, head_dim = pool.k_buffer[0].shape
-    heads = runner.model_config.num_attention_heads // runner.tp_size
+    heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
     geometry = Geometry(heads, kv_heads, head_dim, pool.k_buffer[0].dtype, pool.k_buffer[0].device)
     return build_engine("triton", geometry, min(MAX_ROWS, runner.req_to_token_pool.size))
 
