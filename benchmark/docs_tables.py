@@ -27,6 +27,8 @@ WITHOUT_HOOK: Mapping[str, str] = {
     "at_safe_point": "Nothing would ever be promoted.",
     "around_run_batch": "Every pass would be UNIFORM: correct, and no faster than stock.",
     "after_internal_state": "Serving would be right, but nobody could see what HOT does.",
+    "around_capture": "On a GPU a shared pass would have no graph to replay.",
+    "around_variant": "On a GPU a shared pass would replay the stock graph and read metadata that nobody set up.",
     "around_support_triton": "SGLang would take Triton code paths on a machine without a GPU, and fail there.",
 }
 """Handler of a hook -> what would be lost or wrong if the server ran without it."""
@@ -58,6 +60,7 @@ ADVICE: Mapping[str, str] = {
     "not_decode": "Nothing to do.",
     "nothing_shared": "If you expected sharing: look at `declines`, and are prompts equal from the first token on?",
     "too_small": "Normal for short prefixes or few members; to compare, force a regime with `--granikv-regime`.",
+    "over_capacity": "Normal above 1024 requests; otherwise report it with `doctor --json`.",
     "forced": "Set `--granikv-regime auto` to let the classifier choose.",
     "memory_bound": "Nothing to do: this is a shared pass.",
     "compute_bound": "Nothing to do: this is a shared pass.",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import openai
 import pytest
 
+from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.demo.servers import free_ports
 from granikv_sglang.plugin.hooks import TABLE
 
@@ -75,6 +79,7 @@ def test_off_is_stock(stock):
     log = stock.log.read_text(errors="replace")
     assert "impl=RadixCache " in log
     assert "GraniRadixCache" not in log
+    assert "dtype: torch.float32" in log
     info = stock.get("/server_info")
     assert info["attention_backend"] == "torch_native"
     assert info["radix_cache_backend"] is None
@@ -117,7 +122,7 @@ def test_sglang_serve_works_with_the_two_names(model, tmp_path):
     log = (tmp_path / "serve.log").open("w")
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "sglang.cli.main", "serve", "--model-path", str(model), "--port", str(port)),
+            *(str(Path(sys.executable).parent / "sglang"), "serve", "--model-path", str(model), "--port", str(port)),
             *("--radix-cache-backend", "granikv", "--attention-backend", "granikv"),
             *("--device", "cpu", "--max-total-tokens", "4096"),
         ],
@@ -130,11 +135,16 @@ def test_sglang_serve_works_with_the_two_names(model, tmp_path):
             assert process.poll() is None, (tmp_path / "serve.log").read_text()[-3000:]
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/server_info", timeout=5) as reply:
-                    assert b"granikv" in reply.read()
-                    return
+                    state = json.load(reply)["internal_states"][0]["granikv"]
+                break
             except OSError:
                 time.sleep(1)
-        pytest.fail("sglang serve did not come up")
+        else:
+            pytest.fail("sglang serve did not come up")
+        assert state["options"] == dataclasses.asdict(GraniKVConfig())
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        reply = client.completions.create(model="default", prompt="One, two, three,", max_tokens=4, temperature=0)
+        assert "four" in reply.choices[0].text
     finally:
         process.terminate()
         process.wait(30)

@@ -76,11 +76,9 @@ def test_a_cpu_gets_a_device_and_a_bounded_pool(model, port):
     args = parse(model, port, has_gpu=False).sglang_args
     assert (args[args.index("--device")], args[args.index("--device") + 1]) == ("--device", "cpu")
     assert args[args.index("--max-total-tokens") + 1] == str(launch.CPU_POOL_TOKENS)
-    assert args[args.index("--dtype") + 1] == "float32"
     assert "--sleep-on-idle" in args
-    sized = parse(model, port, "--max-total-tokens", "4096", "--dtype", "bfloat16", has_gpu=False).sglang_args
+    sized = parse(model, port, "--max-total-tokens", "4096", has_gpu=False).sglang_args
     assert sized.count("--max-total-tokens") == 1
-    assert sized.count("--dtype") == 1
 
 
 def test_a_missing_model_is_named(tmp_path, port):

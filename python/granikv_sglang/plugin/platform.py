@@ -61,6 +61,9 @@ class GraniCpuPlatform(CpuSRTPlatform):
         from sglang.srt.model_executor.cuda_graph_config import Backend  # noqa: PLC0415
         from sglang.srt.utils.common import cpu_has_amx_support  # noqa: PLC0415
 
+        # Upstream's auto makes float16 even of a float32 checkpoint; without AMX a CPU computes that many times slower.
+        if server_args.dtype == "auto" and not cpu_has_amx_support():
+            server_args.dtype = "float32"
         # Upstream's x86 default needs AMX; without it that backend's kernels do not exist.
         if server_args.attention_backend == "intel_amx" and not cpu_has_amx_support():
             server_args.attention_backend = "torch_native"

@@ -70,7 +70,6 @@ def _peek(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default=None)
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--radix-cache-backend", default=None)
     parser.add_argument("--max-total-tokens", default=None)
@@ -126,9 +125,6 @@ def _check_port(host: str, port: int) -> None:
 def _cpu_defaults(peek: argparse.Namespace) -> list[str]:
     # An idle SGLang scheduler polls without a pause: with a model on the same few cores that is a core lost.
     extra = ["--sleep-on-idle", *([] if peek.device else ["--device", "cpu"])]
-    if peek.dtype is None:
-        # SGLang's auto makes float16 even of a float32 checkpoint; a CPU without AMX computes that many times slower.
-        extra += ["--dtype", "float32"]
     if peek.max_total_tokens is None and peek.mem_fraction_static is None:
         extra += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
     return extra
