@@ -138,16 +138,21 @@ def without_plugin(env: MutableMapping[str, str]) -> None:
 
 
 def print_help() -> None:
-    """Our group first, then SGLang's flags."""
+    """Our group first, then SGLang's flags: one parser would put its hundreds of flags before ours."""
     from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
 
-    parser = argparse.ArgumentParser(
-        prog="python -m granikv_sglang.launch_server",
-        description="SGLang's OpenAI-compatible server with shared-prefix decode.",
+    ours = argparse.ArgumentParser(
+        usage="python -m granikv_sglang.launch_server [GraniKV flags] [SGLang flags]",
+        description="SGLang's OpenAI-compatible server with shared-prefix decode. Without --model-path it serves the "
+        "embedded model.",
+        add_help=False,
     )
-    add_cli_args(parser)
-    ServerArgs.add_cli_args(parser)
-    parser.print_help()
+    add_cli_args(ours)
+    theirs = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    ServerArgs.add_cli_args(theirs)
+    print(ours.format_help())
+    print("SGLang's flags:")
+    print(theirs.format_help())
 
 
 def main(argv: Sequence[str]) -> int:
