@@ -32,7 +32,7 @@ class Reply:
     cached: int
 
 
-def generate(server: Server, request: Request, timeout: float = 300.0) -> Reply:
+def post(server: Server, request: Request, timeout: float = 300.0) -> Any:
     """One greedy request; top-2 log-probabilities of every output token come with it."""
     body: dict[str, Any] = {
         "rid": request.rid,
@@ -44,7 +44,12 @@ def generate(server: Server, request: Request, timeout: float = 300.0) -> Reply:
     }
     if request.extra_key is not None:
         body["extra_key"] = request.extra_key
-    answer = server.post("/generate", body, timeout=timeout)
+    return server.post("/generate", body, timeout=timeout)
+
+
+def generate(server: Server, request: Request) -> Reply:
+    """The reply to a request that nobody aborts."""
+    answer = post(server, request)
     top = answer["meta_info"]["output_top_logprobs"]
     return Reply(
         tuple(answer["output_ids"]),
@@ -67,7 +72,7 @@ def run(
             replies[request.rid] = reply
 
     def cut(request: Request) -> None:
-        thread = threading.Thread(target=lambda: generate(server, request), daemon=True)
+        thread = threading.Thread(target=post, args=(server, request), daemon=True)
         thread.start()
         time.sleep(rng.uniform(0.2, 2.5))
         server.post("/abort_request", {"rid": request.rid}, parse=False)

@@ -64,8 +64,11 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -
     kv_heads = k.shape[1]
     gqa = heads // kv_heads
     stacked = q.view(members, kv_heads, gqa, dim).permute(1, 0, 2, 3).reshape(kv_heads, members * gqa, dim)
-    scores = torch.bmm(stacked * sm_scale, k.permute(1, 2, 0))
-    lse = torch.logsumexp(scores, dim=-1)
-    out = torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), v.transpose(0, 1))
+    weights = torch.bmm(stacked * sm_scale, k.permute(1, 2, 0))
+    # One exponential and no second copy of the scores: on a CPU these passes cost as much as the products.
+    top = weights.amax(dim=-1, keepdim=True)
+    total = weights.sub_(top).exp_().sum(dim=-1, keepdim=True)
+    out = torch.bmm(weights, v.transpose(0, 1)).div_(total)
+    lse = (top + total.log()).squeeze(-1)
     out = out.view(kv_heads, members, gqa, dim).permute(1, 0, 2, 3).reshape(members, heads, dim)
     return out, lse.view(kv_heads, members, gqa).permute(1, 0, 2).reshape(members, heads)

@@ -32,24 +32,26 @@ def tail_attention_reference(
     max_tail = tail_slots.shape[1]
     if max_tail == 0:
         return q.new_zeros((rows, heads, dim), dtype=acc), q.new_full((rows, heads), float("-inf"), dtype=acc)
-    # [rows * kv_heads, max_tail, d]: one gather a side, then batched GEMMs with the GQA rows stacked.
-    k = _gather(k_cache, tail_slots).to(acc)
-    v = _gather(v_cache, tail_slots).to(acc)
     valid = torch.arange(max_tail, device=q.device).unsqueeze(0) < tail_lens.unsqueeze(1)
-    # Slots past the end may hold anything, NaN included: zero V there, since 0 * NaN is NaN.
-    v = v.masked_fill(~valid.repeat_interleave(kv_heads, dim=0).unsqueeze(-1), 0.0)
+    # Entries past the end may name slots that hold anything, NaN included; the row's first slot is its own.
+    slots = torch.where(valid, tail_slots, tail_slots[:, :1])
+    k = _gather(k_cache, slots).to(acc)
+    v = _gather(v_cache, slots).to(acc)
     stacked = (q.to(acc) * sm_scale).view(rows * kv_heads, heads // kv_heads, dim)
-    scores = torch.bmm(stacked, k.transpose(1, 2)).view(rows, heads, max_tail)
-    scores = scores.masked_fill(~valid.unsqueeze(1), float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.bmm(stacked, k.transpose(1, 2)).view(rows, heads, max_tail)
+    weights.masked_fill_(~valid.unsqueeze(1), float("-inf"))
+    top = weights.amax(dim=-1, keepdim=True)
     # exp(-inf - -inf) is NaN for an empty tail; shift by a finite number there.
-    weights = torch.exp(scores - torch.where(torch.isinf(lse), 0.0, lse).unsqueeze(-1))
-    out = torch.bmm(weights.view(rows * kv_heads, heads // kv_heads, max_tail), v)
-    return out.view(rows, heads, dim), lse
+    shift = torch.where(torch.isinf(top), 0.0, top)
+    total = weights.sub_(shift).exp_().sum(dim=-1, keepdim=True)
+    out = torch.bmm(weights.view(rows * kv_heads, heads // kv_heads, max_tail), v).view(rows, heads, dim)
+    out = torch.where((tail_lens > 0).view(-1, 1, 1), out / total, 0.0)
+    return out, (shift + total.log()).squeeze(-1)
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """``cache [slots, h, d]`` at ``slots [rows, n]`` -> ``[rows * h, n, d]``."""
+    """``cache [slots, h, d]`` at ``slots [rows, n]`` -> ``[rows * h, n, d]``, in one gather without a transposed copy."""
     rows, n = slots.shape
-    picked = cache[slots.reshape(-1)].view(rows, n, cache.shape[1], cache.shape[2])
-    return picked.transpose(1, 2).reshape(rows * cache.shape[1], n, cache.shape[2])
+    heads, dim = cache.shape[1], cache.shape[2]
+    lines = slots.unsqueeze(1) * heads + torch.arange(heads, device=slots.device).view(1, -1, 1)
+    return cache.view(-1, dim).index_select(0, lines.reshape(-1)).view(rows * heads, n, dim)
