@@ -1,40 +1,42 @@
-"""CPU decode benchmark: requests on one shared prefix, GraniKV against stock torch_native, A B A B in one run.
+"""CPU decode benchmark: requests on one shared prefix, GraniKV against stock torch_native, A B, B A in one run.
 
 Both servers are up from start to end and take turns; the one that waits sleeps. Each repetition has fresh private
-parts. The prefix is warm on both sides: one request reads it before the clock matters. Timed is only the time in which
-all requests decode (``granikv_sglang.demo.measure``); the control without sharing runs in the same way. Tokens are
-compared before any speed is printed. Prints a table last and writes JSON lines.
+parts. The prefix is warm on both sides: one request reads it before the others come. Timed is decode alone, by SGLang's
+own scheduler: its log says every few steps how many tokens a second it makes; only lines between which all requests
+decoded count. Answers are not streamed, so that no HTTP traffic competes for the cores with what is measured. The
+control without sharing runs in the same way. Tokens are compared before any speed is printed. Prints a table last and
+writes JSON lines.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from granikv_sglang.core import GraniKVError
-from granikv_sglang.demo.client import Answer, ask_all
-from granikv_sglang.demo.measure import decode_speeds
 from granikv_sglang.demo.servers import Server, free_ports, wait_ready
-from granikv_sglang.demo.teams import TEAMS, Agent
+from granikv_sglang.demo.teams import TEAMS
 from granikv_sglang.embedded import ensure_model
 
 RESULTS = Path(__file__).parent / "results"
-COMMON = ("--dtype", "float32", "--max-total-tokens", "49152", "--sleep-on-idle", "--chunked-prefill-size", "2048")
+COMMON = ("--dtype", "float32", "--max-total-tokens", "49152", "--decode-log-interval", "8")
 
 
 @dataclass(frozen=True)
@@ -47,48 +49,71 @@ class Case:
     requests: int
 
 
-def agents_of(case: Case, text: list[int], tokenizer: Any, seed: int) -> list[Agent]:
-    """Prompts of a case. Private parts start with a random word, so that no repetition meets another's cache."""
+def prompts_of(case: Case, text: list[int], seed: int) -> list[list[int]]:
+    """Token ids of a repetition. Private parts start with a random word: no repetition meets another's cache."""
     rng = random.Random(seed)
-    prefix = text[: case.shared]
-    agents = []
-    for place in range(case.requests):
+    prompts = []
+    for _ in range(case.requests):
         start = rng.randrange(len(text) - case.private)
-        own = [rng.randrange(1000, 40000), *text[start : start + case.private - 1]]
-        agents.append(Agent(case.name, place, str(place), "", tokenizer.decode(prefix + own)))
-    return agents
+        prompts.append([*text[: case.shared], rng.randrange(1000, 40000), *text[start : start + case.private - 1]])
+    return prompts
 
 
-async def measure(server: Server, agents: list[Agent], tokens: int) -> list[Answer]:
-    """One repetition on one server."""
-    answers = (await ask_all(server, agents, tokens, lambda _: None, lambda _: None)).answers
-    await asyncio.to_thread(server.post, "/flush_cache?timeout=30", parse=False)
-    return answers
+@dataclass(frozen=True)
+class Measured:
+    """Decode speed of one repetition in tokens per second, and the tokens made."""
+
+    speed: float
+    outputs: list[list[int]]
 
 
-def compare(ours: list[Answer], stock: list[Answer]) -> int:
-    """Requests whose greedy tokens are equal. The count of tokens must be; a late near-tie may part two runs."""
-    for mine, theirs in zip(ours, stock, strict=True):
-        if len(mine.token_ids) != len(theirs.token_ids):
-            raise GraniKVError("the two sides made different numbers of tokens: no speed can be compared")
-    return sum(mine.token_ids == theirs.token_ids for mine, theirs in zip(ours, stock, strict=True))
+def measure(server: Server, case: Case, prompts: list[list[int]], tokens: int) -> Measured:
+    """One repetition on one server, from a flushed cache. Raises GraniKVError when too little of it was pure decode."""
+    server.post("/flush_cache?timeout=30", parse=False)
+    if case.shared:
+        generate(server, text_only(prompts[0], case.shared), 1)
+    seen = len(server.log.read_text(errors="replace"))
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        outputs = list(pool.map(lambda prompt: generate(server, prompt, tokens), prompts))
+    log = server.log.read_text(errors="replace")[seen:]
+    lines = re.findall(r"(Prefill|Decode) batch, .*?#running-req: (\d+).*?throughput \(token/s\): ([\d.]+)", log)
+    # A line's interval starts at the line before it: only one that follows a decode line of the full batch is pure.
+    pure = [
+        float(speed)
+        for (before, full, _), (kind, running, speed) in pairwise(lines)
+        if before == kind == "Decode" and int(full) == int(running) == case.requests
+    ]
+    if len(pure) < 2:
+        raise GraniKVError("too few steps in which all requests decode; ask for more --tokens")
+    return Measured(statistics.median(pure), outputs)
 
 
-def run_case(
-    case: Case, ours: Server, stock: Server, text: list[int], tokenizer: Any, args: argparse.Namespace
-) -> dict:
+def text_only(prompt: list[int], shared: int) -> list[int]:
+    """The shared part of a prompt and one token."""
+    return prompt[: shared + 1]
+
+
+def generate(server: Server, prompt: list[int], tokens: int) -> list[int]:
+    """Greedy output tokens of one request, in one answer."""
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    reply = server.post("/generate", {"input_ids": prompt, "sampling_params": params}, timeout=600)
+    return list(reply["output_ids"])
+
+
+def run_case(case: Case, ours: Server, stock: Server, text: list[int], args: argparse.Namespace) -> dict[str, Any]:
+    """All repetitions of one case."""
     ratios, speeds, equal = [], [], 0
     for repetition in range(args.repetitions):
-        agents = agents_of(case, text, tokenizer, seed=1000 * repetition + case.requests)
+        prompts = prompts_of(case, text, seed=1000 * repetition + case.requests)
         # A B, then B A: neither side is always the one that comes second.
         order = (ours, stock) if repetition % 2 == 0 else (stock, ours)
-        answers = {side.name: asyncio.run(measure(side, agents, args.tokens)) for side in order}
-        equal += compare(answers[ours.name], answers[stock.name])
-        pair = decode_speeds(*([a.stamps for a in answers[side.name]] for side in (ours, stock)))
-        if pair is None:
-            raise GraniKVError("too few steps in which all requests decode; ask for more --tokens")
-        speeds.append([round(p.per_second, 2) for p in pair])
-        ratios.append(pair[0].per_second / pair[1].per_second)
+        done = {side.name: measure(side, case, prompts, args.tokens) for side in order}
+        mine, theirs = done[ours.name], done[stock.name]
+        if any(len(output) != args.tokens for output in (*mine.outputs, *theirs.outputs)):
+            raise GraniKVError("a side made another number of tokens than asked for: no speed can be compared")
+        equal += sum(a == b for a, b in zip(mine.outputs, theirs.outputs, strict=True))
+        speeds.append([mine.speed, theirs.speed])
+        ratios.append(mine.speed / theirs.speed)
         print(
             f"  {case.name} repetition {repetition + 1}: {speeds[-1]} tokens/s, ratio {ratios[-1]:.2f}", file=sys.stderr
         )
@@ -142,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--shared", type=int, default=2048, help="tokens of the common prefix")
-    parser.add_argument("--tokens", type=int, default=24, help="output tokens of each request")
+    parser.add_argument("--tokens", type=int, default=42, help="output tokens of each request")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--case", choices=("shared", "nothing shared"), default=None, help="run one case only")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_cpu.jsonl")
@@ -163,7 +188,7 @@ def main() -> int:
         try:
             wait_ready(servers, lambda _: None)
             wanted = [case for case in cases if args.case in (None, case.name)]
-            rows = [run_case(case, *servers, text, tokenizer, args) for case in wanted]
+            rows = [run_case(case, *servers, text, args) for case in wanted]
         except GraniKVError as error:
             print(f"granikv: {error}", file=sys.stderr)
             return 1

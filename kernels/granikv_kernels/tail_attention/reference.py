@@ -50,7 +50,7 @@ def tail_attention_reference(
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """``cache [slots, h, d]`` at ``slots [rows, n]`` -> ``[rows * h, n, d]``, in one gather without a transposed copy."""
+    """``cache [slots, h, d]`` at ``slots [rows, n]`` -> ``[rows * h, n, d]``, in one gather, no transposed copy."""
     rows, n = slots.shape
     heads, dim = cache.shape[1], cache.shape[2]
     lines = slots.unsqueeze(1) * heads + torch.arange(heads, device=slots.device).view(1, -1, 1)

@@ -1,12 +1,12 @@
-"""The grouped torch engine: both shared regimes on a CPU, and the oracle for every kernel."""
+"""The grouped torch engine: both shared regimes on a CPU. Its references are the oracle for every kernel."""
 
 from __future__ import annotations
 
 import torch
 
+from granikv_kernels.cpu_attention import CpuTails, dense_attention_cpu
 from granikv_kernels.grouped_prefix import grouped_prefix_attention_reference
 from granikv_kernels.merge_state import merge_states_reference
-from granikv_kernels.tail_attention import tail_attention_reference
 from granikv_sglang.backends.base import DecodeBatch
 from granikv_sglang.plan import Capacity, Plan
 
@@ -38,14 +38,17 @@ class TorchSharedDecode:
         rows = batch.req_pool_indices.to(torch.int64).unsqueeze(1)
         self._tail_slots = batch.req_to_token[rows, columns].to(torch.int64)
         self._tail_lens = tail_lens.to(device)
+        self._tails: CpuTails | None = None
 
     def begin(self) -> None:
         pass
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:
-        out, lse = tail_attention_reference(q, k_cache, v_cache, self._tail_slots, self._tail_lens, sm_scale)
+        if self._tails is None:
+            self._tails = CpuTails(self._tail_slots, self._tail_lens, k_cache.shape[1], q.dtype)
+        out, lse = self._tails.run(q, k_cache, v_cache, sm_scale)
         pair_out, pair_lse = grouped_prefix_attention_reference(
-            q, k_cache, v_cache, self._starts, self._lens, self._rows, sm_scale
+            q, k_cache, v_cache, self._starts, self._lens, self._rows, sm_scale, dense_attention_cpu
         )
         merged, _ = merge_states_reference(out, lse, pair_out, pair_lse, self._pair_row)
         return merged.to(q.dtype)
