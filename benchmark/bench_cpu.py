@@ -71,7 +71,7 @@ def measure(server: Server, case: Case, prompts: list[list[int]], tokens: int) -
     """One repetition on one server, from a flushed cache. Raises GraniKVError when too little of it was pure decode."""
     server.post("/flush_cache?timeout=30", parse=False)
     if case.shared:
-        generate(server, text_only(prompts[0], case.shared), 1)
+        generate(server, prompts[0][: case.shared + 1], 1)
     seen = len(server.log.read_text(errors="replace"))
     with ThreadPoolExecutor(len(prompts)) as pool:
         outputs = list(pool.map(lambda prompt: generate(server, prompt, tokens), prompts))
@@ -86,11 +86,6 @@ def measure(server: Server, case: Case, prompts: list[list[int]], tokens: int) -
     if len(pure) < 2:
         raise GraniKVError("too few steps in which all requests decode; ask for more --tokens")
     return Measured(statistics.median(pure), outputs)
-
-
-def text_only(prompt: list[int], shared: int) -> list[int]:
-    """The shared part of a prompt and one token."""
-    return prompt[: shared + 1]
 
 
 def generate(server: Server, prompt: list[int], tokens: int) -> list[int]:

@@ -7,7 +7,7 @@ before they are admitted, retracted ones have forgotten theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -76,7 +76,8 @@ class Promoter:
             self._decline(node_id, reason)
         if segment is None:
             return
-        holder = next(req for req in reqs if _holds(self._tree, req.last_node, segment.node_ids[-1]))
+        deepest = segment.node_ids[-1]
+        holder = next(req for req in reqs if any(node.id == deepest for node in self._tree.upwards(req.last_node)))
         with _forward_stream(scheduler):
             outcome = self._tree.promote(segment, holder.last_node, self._copy)
             if isinstance(outcome, Decline):
@@ -99,7 +100,7 @@ class Promoter:
         req_to_token = self._tree.req_to_token_pool.req_to_token
         wanted = set(segment.node_ids)
         for req in reqs:
-            held = sum(len(node.key) for node in _path(self._tree, req.last_node) if node.id in wanted)
+            held = sum(len(node.key) for node in self._tree.upwards(req.last_node) if node.id in wanted)
             if held == 0:
                 continue
             req_to_token[req.req_pool_idx, offset : offset + held] = new[:held].to(req_to_token.dtype)
@@ -108,16 +109,6 @@ class Promoter:
                 upto = min(len(cached), offset + held)
                 # A new tensor: a kernel launched earlier may still read the old one.
                 req.prefix_indices = torch.cat([cached[:offset], new[: upto - offset], cached[upto:]])
-
-
-def _path(tree: GraniRadixCache, node: Any) -> Iterator[Any]:
-    while node is not tree.root_node:
-        yield node
-        node = node.parent
-
-
-def _holds(tree: GraniRadixCache, last_node: Any, node_id: int) -> bool:
-    return any(node.id == node_id for node in _path(tree, last_node))
 
 
 def _steps_left(req: Any) -> int:

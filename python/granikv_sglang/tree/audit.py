@@ -93,11 +93,8 @@ def _check_rows(cache: GraniRadixCache, held: Sequence[HeldRow], req_to_token: t
     for entry in held:
         if entry.last_node is None or entry.protected == 0:
             continue
-        path: list[int] = []
-        node = entry.last_node
-        while node is not cache.root_node:
-            path = node.value.tolist() + path
-            node = node.parent
+        nodes = reversed(list(cache.upwards(entry.last_node)))
+        path = [slot for node in nodes for slot in node.value.tolist()]
         row = req_to_token[entry.row, : entry.protected].tolist()
         if row != path[: entry.protected]:
             raise AuditError(f"request row {entry.row} and its tree path disagree within {entry.protected} tokens")

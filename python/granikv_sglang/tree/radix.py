@@ -6,7 +6,7 @@ kept right through split, eviction and flush, and the promotion that swings a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -68,14 +68,17 @@ class GraniRadixCache(RadixCache):
 
     # -- what the planner and the policy read --------------------------------------------------------------------------
 
+    def upwards(self, node: TreeNode) -> Iterator[TreeNode]:
+        """``node`` and its ancestors, the root left out, deepest first."""
+        while node is not self.root_node:
+            yield node
+            node = node.parent
+
     def hot_path(self, node: TreeNode | None) -> tuple[tuple[int, Span], ...]:
         """``(node id, span)`` of the HOT nodes on the way from the root to ``node``, top first: a leading span."""
-        path = []
-        while node is not None and node is not self.root_node:
-            span = self.hot.get(node.id)
-            if span is not None:
-                path.append((node.id, span))
-            node = node.parent
+        if node is None:
+            return ()
+        path = [(above.id, self.hot[above.id]) for above in self.upwards(node) if above.id in self.hot]
         return tuple(reversed(path))
 
     def views(self, holders: Iterable[tuple[TreeNode, int]]) -> list[NodeView]:
@@ -86,12 +89,7 @@ class GraniRadixCache(RadixCache):
         held: dict[int, list[int]] = {}
         order: list[TreeNode] = []
         for last_node, remaining in holders:
-            path = []
-            node = last_node
-            while node is not self.root_node:
-                path.append(node)
-                node = node.parent
-            for node in reversed(path):
+            for node in reversed(list(self.upwards(last_node))):
                 if node.id not in held:
                     held[node.id] = []
                     order.append(node)
@@ -140,7 +138,7 @@ class GraniRadixCache(RadixCache):
             # Out of memory for a staging buffer, say. HOT is an optimisation: give the run back, serve from COLD.
             self.allocator.free(new)
             return Decline.COPY_FAILED
-        offset = self._tokens_above(nodes[0])
+        offset = sum(len(above.key) for above in self.upwards(nodes[0].parent))
         at = start
         for node in nodes:
             length = len(node.key)
@@ -155,23 +153,11 @@ class GraniRadixCache(RadixCache):
 
     def _segment_nodes(self, segment: Segment, node: TreeNode) -> list[TreeNode]:
         wanted = set(segment.node_ids)
-        found = []
-        while node is not self.root_node:
-            if node.id in wanted:
-                found.append(node)
-            node = node.parent
+        found = [above for above in self.upwards(node) if above.id in wanted]
         found.reverse()
         if tuple(n.id for n in found) != segment.node_ids:
             raise ValueError(f"segment {segment.node_ids} is not on the path of the node given")
         return found
-
-    def _tokens_above(self, node: TreeNode) -> int:
-        tokens = 0
-        node = node.parent
-        while node is not self.root_node:
-            tokens += len(node.key)
-            node = node.parent
-        return tokens
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -191,7 +177,7 @@ class GraniRadixCache(RadixCache):
             return False
         in_way = {n for n, s in slots.items() if bool(((s >= start) & (s < start + length)).any())}
         for node in rank_of:  # children come before parents
-            if node in in_way or self._has_ancestor_in(node, in_way):
+            if any(above in in_way for above in self.upwards(node)):
                 self.allocator.free(node.value)
                 self._delete_leaf(node)
                 self._record_remove_event(node)
@@ -214,13 +200,6 @@ class GraniRadixCache(RadixCache):
             if node.parent in rank:
                 rank[node.parent] = max(rank[node.parent], rank[node])
         return {node: rank[node] for node in order}
-
-    def _has_ancestor_in(self, node: TreeNode, nodes: set[TreeNode]) -> bool:
-        while node is not self.root_node:
-            if node in nodes:
-                return True
-            node = node.parent
-        return False
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
