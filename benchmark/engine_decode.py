@@ -67,6 +67,15 @@ class Side:
         replies = self.engine.generate(input_ids=prompts, sampling_params=params)
         return time.perf_counter() - begin, [reply["output_ids"] for reply in replies]
 
+    def trace(self, prompts: list[list[int]], tokens: int, folder: Path, prefix: str) -> None:
+        """One run under torch's profiler, host and device; SGLang writes the Chrome trace into ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.engine.start_profile(
+            output_dir=str(folder), activities=["CPU", "GPU"], profile_prefix=f"{prefix}-{self.name}", with_stack=False
+        )
+        self.run(prompts, tokens)
+        self.engine.stop_profile()
+
     def state(self) -> dict[str, Any]:
         return self.engine.get_server_info()["internal_states"][0].get(NAME, {})
 
@@ -139,6 +148,9 @@ def measure(point: Point, sides: list[Side], args: argparse.Namespace) -> dict[s
         ours, stock = (outputs[side.name] for side in sides)
         equal += sum(a == b for a, b in zip(ours, stock, strict=True))
     after = sides[0].state()["counters"]
+    if args.profile is not None:
+        for side in sides:
+            side.trace(prompts_of(point, 10**6 + 1, args.private), 2 * FEW, args.profile, point.name.replace(" ", "_"))
     ours, stock = (side.name for side in sides)
     ratio = [b / a for a, b in zip(steps[ours], steps[stock], strict=True)]
     rate_ratio = [a / b for a, b in zip(rates[ours], rates[stock], strict=True)]
@@ -195,6 +207,7 @@ def main() -> int:
     parser.add_argument("--pool", type=int, default=160000)
     parser.add_argument("--max-requests", type=int, default=160, help="more than any point, or one request waits")
     parser.add_argument("--commit", default="unknown", help="commit to record where git is absent")
+    parser.add_argument("--profile", type=Path, help="folder for a trace of one more run of each point and side")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine_decode.jsonl")
     args = parser.parse_args()
     GraniKVConfig(min_tokens=256, stock_backend=args.stock).to_env()
