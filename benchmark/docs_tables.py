@@ -163,22 +163,10 @@ def flags() -> str:
     return table(("flag", "default", "accepts", "effect"), rows)
 
 
-def docstrings_of(cls: type[StrEnum]) -> dict[str, str]:
-    """The string below each member of an enum, by the member's value."""
-    tree = ast.parse(inspect.getsource(cls)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
-    for member, text in zip(tree.body, tree.body[1:], strict=False):
-        if not (isinstance(member, ast.Assign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
-            continue
-        target = member.targets[0]
-        assert isinstance(target, ast.Name)
-        found[cls[target.id].value] = str(text.value.value).replace("``", "`")
-    return found
-
-
 def _codes(cls: type[StrEnum]) -> str:
-    texts = docstrings_of(cls)
+    from granikv_sglang.core import descriptions  # noqa: PLC0415
+
+    texts = descriptions(cls)
     rows = []
     for member in cls:
         meaning = _said(texts, member.value, f"{cls.__name__} (a docstring in core/types.py; it)")

@@ -1,7 +1,8 @@
 """Plain values every other package may use: names of regimes and reasons, spans of slots, errors, counters."""
 
 from granikv_sglang.core.counters import Counters
+from granikv_sglang.core.describe import descriptions
 from granikv_sglang.core.errors import AuditError, GraniKVError
 from granikv_sglang.core.types import Decline, Reason, Regime, Span
 
-__all__ = ["AuditError", "Counters", "Decline", "GraniKVError", "Reason", "Regime", "Span"]
+__all__ = ["AuditError", "Counters", "Decline", "GraniKVError", "Reason", "Regime", "Span", "descriptions"]
