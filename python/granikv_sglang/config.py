@@ -50,6 +50,11 @@ class GraniKVConfig:
         "--granikv-stock-backend",
         "SGLang backend that does prefill and UNIFORM decode; auto is flashinfer on CUDA, torch_native on CPU.",
     )
+    show_text: bool = _option(
+        False,
+        "--granikv-show-text",
+        "Show the first words of shared prompts on the live page at /granikv and in /server_info (never otherwise).",
+    )
     audit: bool = _option(
         False, "--granikv-audit", "Prove slot conservation at every scheduler step (slow; for tests and bug reports)."
     )

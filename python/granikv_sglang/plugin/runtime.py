@@ -19,6 +19,7 @@ from granikv_sglang.config import NAME, GraniKVConfig
 from granikv_sglang.core import Counters, GraniKVError, Reason, Regime
 from granikv_sglang.plan import CPU_THRESHOLDS, CUDA_THRESHOLDS, Decision, Plan, Planner, StaticClassifier
 from granikv_sglang.plugin import checks
+from granikv_sglang.plugin.history import History
 from granikv_sglang.plugin.hooks import Recorder
 from granikv_sglang.plugin.metrics import Metrics
 from granikv_sglang.plugin.promoter import Promoter, live_requests
@@ -45,6 +46,7 @@ class Runtime:
         self._planner: Planner | None = None
         self._promoter: Promoter | None = None
         self._metrics: Metrics | None = None
+        self._history = History()
         self._plan: Plan | None = None
         self._engine: SharedDecode | None = None
         self._capture_version = 0
@@ -118,6 +120,7 @@ class Runtime:
         if self._planner is None:
             return original(scheduler, batch, *args, **kw)
         self._plan = self._plan_for(batch)
+        self._history.note(self._plan, len(batch.reqs), self.counters.bytes_not_reread)
         try:
             return original(scheduler, batch, *args, **kw)
         finally:
@@ -128,7 +131,15 @@ class Runtime:
     def after_internal_state(self, result: Any, scheduler: Any, _request: Any) -> Any:
         if self.tree is not None:
             live = live_requests(scheduler.running_batch, scheduler.last_batch, scheduler.chunked_req)
-            result.internal_state[NAME] = state_of(self.config, self.stock_backend, self.tree, live)
+            tokenizer = scheduler.tokenizer if self.config.show_text else None
+            result.internal_state[NAME] = state_of(
+                self.config,
+                self.stock_backend,
+                self.tree,
+                live,
+                self._history,
+                tokenizer.decode if tokenizer is not None else None,
+            )
         return result
 
     def around_capture(self, original: Callable[..., Any], runner: Any, size: int, *args: Any, **kw: Any) -> None:

@@ -1,4 +1,4 @@
-"""GraniKV's state as JSON-ready values, for /get_server_info."""
+"""GraniKV's state as JSON-ready values, for /server_info and the live page."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ from typing import Any
 
 from granikv_sglang import __version__
 from granikv_sglang.config import GraniKVConfig
+from granikv_sglang.plugin.history import History
+from granikv_sglang.plugin.view import TextOf, forest, slot_map
 from granikv_sglang.tree.radix import GraniRadixCache
 
 
-def state_of(config: GraniKVConfig, stock_backend: str, tree: GraniRadixCache, live: list[Any]) -> dict[str, Any]:
+def state_of(
+    config: GraniKVConfig,
+    stock_backend: str,
+    tree: GraniRadixCache,
+    live: list[Any],
+    history: History | None = None,
+    text_of: TextOf | None = None,
+) -> dict[str, Any]:
     """What the arena holds and what has happened so far.
 
     ``extents`` lists HOT nodes by first slot: ``start`` and ``tokens`` in slots, ``members`` the live requests below
     the node. ``pool.largest_free_run`` is in slots. Counters are those of :class:`granikv_sglang.core.Counters`.
+    ``live`` (with ``history``) is for the page: see :mod:`granikv_sglang.plugin.page.schema`. ``text_of`` turns token
+    ids into text and is given only under ``--granikv-show-text``.
     """
     members: Counter[int] = Counter(node_id for req in live for node_id, _ in tree.hot_path(req.last_node))
-    return {
+    state: dict[str, Any] = {
         "version": __version__,
         "options": dataclasses.asdict(config),
         "stock_backend": stock_backend,
@@ -34,3 +45,13 @@ def state_of(config: GraniKVConfig, stock_backend: str, tree: GraniRadixCache, l
         },
         "counters": tree.counters.as_dict(),
     }
+    if history is not None:
+        state["live"] = {
+            "started": round(history.started, 3),
+            "requests": len(live),
+            "forest": forest(tree, live, text_of),
+            "map": slot_map(tree),
+            "seconds": history.seconds(),
+            "decisions": history.decisions(),
+        }
+    return state
