@@ -64,6 +64,7 @@ ADVICE: Mapping[str, str] = {
     "forced": "Set `--granikv-regime auto` to let the classifier choose.",
     "memory_bound": "Nothing to do: this is a shared pass.",
     "compute_bound": "Nothing to do: this is a shared pass.",
+    "hot_prefill": "Nothing to do: a prefill that reads its HOT prefixes as dense stretches.",
     "too_short": "Lower `--granikv-min-tokens` if such prefixes are read for many steps.",
     "few_sharers": "Lower `--granikv-min-sharers` if it is above 2.",
     "no_saving": "Normal when answers are short: the copy would cost more than it saves.",

@@ -28,6 +28,19 @@ def dense_attention_cpu(
     return out, lse.reshape(kv_heads, members, gqa).permute(1, 0, 2).reshape(members, heads)
 
 
+def causal_attention_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``q [n, q_heads, d]`` against ``k, v [n, kv_heads, d]`` of the same n > 0 tokens, each seeing those up to itself.
+
+    Returns as :func:`dense_attention_cpu`.
+    """
+    gqa = q.shape[1] // k.shape[1]
+    k, v = (x.transpose(0, 1).repeat_interleave(gqa, 0).unsqueeze(0) for x in (k, v))
+    out, lse = _flash(q.transpose(0, 1).unsqueeze(0), k, v, is_causal=True, scale=sm_scale)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
 class CpuTails:
     """Decode attention over private tails; index arrays are built once a step, not once a layer.
 

@@ -20,6 +20,7 @@ ENV_VAR = "GRANIKV_OPTIONS"
 NAME = "granikv"
 """The name under which the radix cache and the attention backend are registered with SGLang."""
 
+PREFILLS = ("auto", "stock")
 REGIMES = ("auto", *(r.value for r in Regime))
 
 
@@ -45,6 +46,12 @@ class GraniKVConfig:
         "auto lets the classifier choose for each forward pass; others force one regime wherever a prefix is shared.",
         choices=REGIMES,
     )
+    prefill: str = _option(
+        "auto",
+        "--granikv-prefill",
+        "auto reads cached HOT prefixes as dense stretches in prefill; stock leaves every prefill to SGLang's backend.",
+        choices=PREFILLS,
+    )
     stock_backend: str = _option(
         "auto",
         "--granikv-stock-backend",
@@ -64,6 +71,8 @@ class GraniKVConfig:
         _check_range("--granikv-min-sharers", self.min_sharers, 2, 4096)
         if self.regime not in REGIMES:
             raise GraniKVError(f"--granikv-regime {self.regime!r} is unknown; choose one of {', '.join(REGIMES)}")
+        if self.prefill not in PREFILLS:
+            raise GraniKVError(f"--granikv-prefill {self.prefill!r} is unknown; choose one of {', '.join(PREFILLS)}")
 
     @property
     def min_segment(self) -> int:

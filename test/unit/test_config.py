@@ -22,7 +22,8 @@ def test_command_line_defaults_are_the_dataclass_defaults():
 def test_every_option_has_a_flag_that_sets_it():
     values = {"int": ("77", 77), "str": ("uniform", "uniform"), "bool": (None, True)}
     for field in dataclasses.fields(GraniKVConfig):
-        text, expected = values[field.type]
+        choices = field.metadata.get("choices")
+        text, expected = (choices[-1], choices[-1]) if choices else values[field.type]
         argv = [field.metadata["flag"], *([text] if text else [])]
         assert getattr(parse(*argv), field.name) == expected
 
@@ -34,6 +35,7 @@ def test_every_option_has_a_flag_that_sets_it():
         (["--granikv-min-tokens", "many"], "--granikv-min-tokens"),
         (["--granikv-min-sharers", "1"], "--granikv-min-sharers"),
         (["--granikv-regime", "fast"], "--granikv-regime"),
+        (["--granikv-prefill", "fast"], "--granikv-prefill"),
     ],
 )
 def test_bad_values_are_refused_in_one_line_that_names_the_flag(argv, flag):

@@ -18,7 +18,7 @@ from granikv_sglang.plan import (
 )
 
 TEAM, ROLE_A, ROLE_B = (1, Span(1024, 500)), (2, Span(2048, 100)), (3, Span(2560, 80))
-EAGER = Thresholds(min_saved_bytes=0, gemm_rows=8, min_item_tokens=1)
+EAGER = Thresholds(min_saved_bytes=0, gemm_rows=8, min_item_tokens=1, min_prefill_tiles=1)
 
 
 def test_two_levels_make_a_forest_and_cover_a_leading_span():
@@ -98,7 +98,7 @@ def test_forcing_applies_only_where_something_is_shared():
 
 def test_planner_reuses_the_plan_while_the_key_stands_and_counts_every_pass():
     counters = Counters()
-    planner = Planner(StaticClassifier(EAGER), token_bytes=10, gqa=3, layers=2, counters=counters)
+    planner = Planner(StaticClassifier(EAGER), token_bytes=10, gqa=3, kv_heads=2, layers=2, counters=counters)
     paths = [(TEAM,), (TEAM,), ()]
     calls = []
 
@@ -121,7 +121,7 @@ def test_planner_reuses_the_plan_while_the_key_stands_and_counts_every_pass():
 
 
 def test_a_uniform_plan_has_no_items_and_no_coverage():
-    planner = Planner(StaticClassifier(CUDA_THRESHOLDS), token_bytes=1, gqa=1, layers=1, counters=Counters())
+    planner = Planner(StaticClassifier(CUDA_THRESHOLDS), token_bytes=1, gqa=1, kv_heads=1, layers=1, counters=Counters())
     plan = planner.decode("a", lambda: [(TEAM,), (TEAM,)])
     assert plan.decision == Decision(Regime.UNIFORM, Reason.TOO_SMALL)
     assert plan.items == ()

@@ -1,13 +1,30 @@
-"""Engines for shared decode, by name. The SGLang adapter that wraps a stock backend is ``backends.attention``."""
+"""Engines for shared decode and for prefill over HOT prefixes, by name.
+
+The SGLang adapter that wraps a stock backend is ``backends.attention``.
+"""
 
 from __future__ import annotations
 
-from granikv_sglang.backends.base import DecodeBatch, Geometry, SharedDecode
+from granikv_sglang.backends.base import DecodeBatch, ExtendBatch, Geometry, PrefixExtend, SharedDecode
+from granikv_sglang.backends.extend_torch import TorchExtend
 from granikv_sglang.backends.reference import TorchSharedDecode
 
-__all__ = ["ENGINES", "DecodeBatch", "Geometry", "SharedDecode", "TorchSharedDecode", "build_engine"]
+__all__ = [
+    "ENGINES",
+    "EXTENDS",
+    "DecodeBatch",
+    "ExtendBatch",
+    "Geometry",
+    "PrefixExtend",
+    "SharedDecode",
+    "TorchExtend",
+    "TorchSharedDecode",
+    "build_engine",
+    "build_extend",
+]
 
 ENGINES = ("torch", "triton")
+EXTENDS = ("torch", "flashinfer")
 
 
 def build_engine(name: str, geometry: Geometry | None = None, max_rows: int = 0) -> SharedDecode:
@@ -19,4 +36,16 @@ def build_engine(name: str, geometry: Geometry | None = None, max_rows: int = 0)
         from granikv_sglang.backends.triton import TritonSharedDecode  # noqa: PLC0415
 
         return TritonSharedDecode(geometry, max_rows)
+    raise KeyError(name)
+
+
+def build_extend(name: str, geometry: Geometry) -> PrefixExtend:
+    """The prefill engine called ``name``. KeyError if unknown."""
+    if name == "torch":
+        return TorchExtend()
+    if name == "flashinfer":
+        # Imports CUDA libraries: a CPU server has no use for it.
+        from granikv_sglang.backends.extend_flashinfer import FlashInferExtend  # noqa: PLC0415
+
+        return FlashInferExtend(geometry)
     raise KeyError(name)

@@ -1,4 +1,4 @@
-"""The attention backend SGLang sees: a stock backend for prefill and UNIFORM, a shared-decode engine for the rest.
+"""The attention backend SGLang sees: a stock backend for what shares nothing, our engines for HOT prefixes.
 
 Thin adapter. Upstream contract: ``sglang.srt.layers.attention.base_attn_backend.AttentionBackend`` at 0.5.17.
 """
@@ -12,16 +12,17 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from granikv_sglang.backends.base import DecodeBatch, SharedDecode
+from granikv_sglang.backends.base import DecodeBatch, ExtendBatch, PrefixExtend, SharedDecode
 from granikv_sglang.plan import Plan
 
 
 class GraniKVAttnBackend(AttentionBackend):
-    """Wraps ``stock``; takes over decode passes whose plan is shared.
+    """Wraps ``stock``; takes over passes whose plan is shared.
 
     Args:
-        stock: the backend for prefill and UNIFORM decode; it is planned and called exactly as if it stood alone.
+        stock: the backend for UNIFORM passes; it is planned and called exactly as if it stood alone.
         engine: shared decode.
+        extend: prefill over HOT prefixes; None leaves every prefill to ``stock``.
         current_plan: the plan of the forward pass being set up, or None (warm-up, capture, a pass without requests).
         req_to_token: int32 ``[requests, context]``.
         kv_pool: SGLang's K and V buffers.
@@ -31,6 +32,7 @@ class GraniKVAttnBackend(AttentionBackend):
         self,
         stock: AttentionBackend,
         engine: SharedDecode,
+        extend: PrefixExtend | None,
         current_plan: Callable[[], Plan | None],
         req_to_token: torch.Tensor,
         kv_pool: Any,
@@ -39,12 +41,17 @@ class GraniKVAttnBackend(AttentionBackend):
         self.stock = stock
         self.needs_cpu_seq_lens = True
         self._engine = engine
+        self._extend = extend
         self._current_plan = current_plan
         self._req_to_token = req_to_token
         self._kv_pool = kv_pool
         self._shared = False
+        self._extending = False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._extending = self._take_extend(forward_batch)
+        if self._extending:
+            return
         if self._take(forward_batch, padding=0):
             self._engine.begin()
         else:
@@ -79,6 +86,20 @@ class GraniKVAttnBackend(AttentionBackend):
         self._shared = True
         return True
 
+    def _take_extend(self, forward_batch: Any) -> bool:
+        """As :meth:`_take`, for a prefill over HOT prefixes."""
+        plan = self._current_plan()
+        if self._extend is None or plan is None or not plan.shared or not forward_batch.forward_mode.is_extend():
+            return False
+        prefix, new = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        # Coverage never exceeds what is cached; a pass where it did is not the one the plan was made for.
+        if len(new) != plan.rows or (plan.coverage > prefix).any():
+            return False
+        batch = ExtendBatch(self._req_to_token, forward_batch.req_pool_indices, prefix, new)
+        self._extend.prepare(plan, batch)
+        self._shared = False
+        return True
+
     def forward_decode(
         self,
         q: torch.Tensor,
@@ -98,8 +119,25 @@ class GraniKVAttnBackend(AttentionBackend):
         v_cache = self._kv_pool.get_value_buffer(layer.layer_id)
         return self._engine.run(heads, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
 
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.stock.forward_extend(*args, **kwargs)
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if not self._extending or self._extend is None:
+            return self.stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        if save_kv_cache:
+            self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k, v = (x.view(-1, layer.tp_k_head_num, layer.qk_head_dim) for x in (k, v))
+        k_cache = self._kv_pool.get_key_buffer(layer.layer_id)
+        v_cache = self._kv_pool.get_value_buffer(layer.layer_id)
+        return self._extend.run(heads, k, v, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
 
     def forward_mixed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.stock.forward_mixed(*args, **kwargs)

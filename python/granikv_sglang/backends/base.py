@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,4 +60,44 @@ class SharedDecode(Protocol):
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:
         """Attention of one layer: ``q [rows, q_heads, d]``, caches ``[slots, kv_heads, d]``; shaped as q again."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExtendBatch:
+    """What one prefill pass is about.
+
+    Attributes:
+        req_to_token: int32 ``[requests, context]``, slot of each token of each request.
+        req_pool_indices: int64 ``[rows]``, row of ``req_to_token`` for each batch row.
+        prefix_lens, extend_lens: cached and new tokens of each row, on the host.
+    """
+
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    prefix_lens: Sequence[int]
+    extend_lens: Sequence[int]
+
+
+class PrefixExtend(Protocol):
+    """Prefill attention of one pass that reads HOT stretches as dense ones; eager, never in a CUDA graph."""
+
+    def prepare(self, plan: Plan, batch: ExtendBatch) -> None:
+        """Set up a pass. ``plan.coverage`` is at most the cached tokens of each row. Does not wait for the device."""
+        ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        ``q [tokens, q_heads, d]`` and the new ``k, v [tokens, kv_heads, d]`` of the pass, the tokens of a row side by
+        side; caches ``[slots, kv_heads, d]``. Causal among a row's new tokens. Shaped as q again.
+        """
         ...

@@ -14,7 +14,8 @@ class Counters:
     """Monotonic counters of one process.
 
     ``steps`` counts forward passes by regime and reason; ``bytes_not_reread`` is K and V bytes of shared prefix, over
-    all layers of this rank, that UNIFORM would have read again in those passes.
+    all layers of this rank, that UNIFORM would have read again in those decode passes; ``hot_prefill_tokens`` is cached
+    tokens that prefills read as dense HOT stretches.
     """
 
     promotions: int = 0
@@ -27,6 +28,7 @@ class Counters:
     audits: int = 0
     shared_rows: int = 0
     bytes_not_reread: int = 0
+    hot_prefill_tokens: int = 0
     plans_built: int = 0
     plans_reused: int = 0
     steps: Counter[tuple[Regime, Reason]] = field(default_factory=Counter)

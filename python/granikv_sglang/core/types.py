@@ -18,11 +18,11 @@ class Reason(StrEnum):
     """Why a forward pass got its regime. The value is the label in metrics."""
 
     NOT_DECODE = "not_decode"
-    """Prefill, mixed or idle pass: the stock backend does those."""
+    """Mixed or idle pass, or a prefill that finds nothing HOT: the stock backend does those."""
     NOTHING_SHARED = "nothing_shared"
     """No HOT prefix has two or more members in this batch."""
     TOO_SMALL = "too_small"
-    """A HOT prefix is shared, but the bytes saved do not pay for the extra launches."""
+    """A HOT prefix is there, but what it saves does not pay for the extra launches."""
     OVER_CAPACITY = "over_capacity"
     """More rows, shared stretches or members than the engine's fixed buffers hold."""
     FORCED = "forced"
@@ -31,6 +31,8 @@ class Reason(StrEnum):
     """Few query rows per prefix: reading the prefix is the cost."""
     COMPUTE_BOUND = "compute_bound"
     """Many query rows per prefix: the matrix units are the cost."""
+    HOT_PREFILL = "hot_prefill"
+    """Prefill whose cached prefix is HOT: read as dense stretches, once for all requests of the pass."""
 
 
 class Decline(StrEnum):

@@ -18,19 +18,21 @@ class Thresholds:
 
     ``min_saved_bytes`` is K and V bytes of one layer not read again; ``gemm_rows`` is query rows per item (members
     times the GQA ratio) from which the matrix units and no longer the reads are the cost; ``min_item_tokens`` is the
-    shortest stretch worth an item.
+    shortest stretch worth an item. ``min_prefill_tiles`` is query tiles (see :func:`query_tiles`) from which a prefill
+    reads HOT stretches as dense ones: the dense kernel does not split a stretch, so it needs a tile for each SM.
     """
 
     min_saved_bytes: int
     gemm_rows: int
     min_item_tokens: int
+    min_prefill_tiles: int
 
 
 # On an H200, 4 requests on 16K (201 MB not re-read a layer) break even with the best stock backend; the extra launches
 # cost about 20 us, which is 90 MB of reads.
-CUDA_THRESHOLDS = Thresholds(min_saved_bytes=96 << 20, gemm_rows=64, min_item_tokens=128)
+CUDA_THRESHOLDS = Thresholds(min_saved_bytes=96 << 20, gemm_rows=64, min_item_tokens=128, min_prefill_tiles=128)
 # On a CPU there is no launch to pay: gathering a kilobyte already costs more than the merge of one row.
-CPU_THRESHOLDS = Thresholds(min_saved_bytes=32 << 10, gemm_rows=24, min_item_tokens=16)
+CPU_THRESHOLDS = Thresholds(min_saved_bytes=32 << 10, gemm_rows=24, min_item_tokens=16, min_prefill_tiles=1)
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,13 @@ class StaticClassifier:
         if query_rows >= self.thresholds.gemm_rows:
             return Decision(Regime.BATCHED_GEMM, Reason.COMPUTE_BOUND)
         return Decision(Regime.CASCADE, Reason.MEMORY_BOUND)
+
+    def classify_prefill(self, items: Sequence[Item], tiles: int) -> Decision:
+        """The same for a prefill: its queries are many, so a HOT stretch is always one multi-query pass."""
+        if not items:
+            return Decision(Regime.UNIFORM, Reason.NOT_DECODE)
+        if self.forced is Regime.UNIFORM:
+            return Decision(Regime.UNIFORM, Reason.FORCED)
+        if tiles < self.thresholds.min_prefill_tiles:
+            return Decision(Regime.UNIFORM, Reason.TOO_SMALL)
+        return Decision(Regime.CASCADE, Reason.HOT_PREFILL)

@@ -11,15 +11,16 @@ from granikv_sglang.core import Span
 from granikv_sglang.plan.base import Item, Path
 
 
-def build_items(paths: Sequence[Path], min_item_tokens: int = 1) -> tuple[Item, ...]:
+def build_items(paths: Sequence[Path], min_item_tokens: int = 1, min_members: int = 2) -> tuple[Item, ...]:
     """Items of a batch, parents before children.
 
     Args:
         paths: HOT path of each row.
         min_item_tokens: an item shorter than this is dropped when nothing below it is kept; its tokens stay in the
         tails.
+        min_members: a node with fewer makes no item. Decode gains from two on; prefill gains from a dense read by one.
 
-    A node with one member makes no item. Nodes one below the other with the same members and adjoining slots make one.
+    Nodes one below the other with the same members and adjoining slots make one.
     """
     rows_of: dict[int, list[int]] = {}
     spans: dict[int, Span] = {}
@@ -35,7 +36,7 @@ def build_items(paths: Sequence[Path], min_item_tokens: int = 1) -> tuple[Item, 
     place: dict[int, int] = {}
     above_item: list[int | None] = []
     for node_id, rows in rows_of.items():
-        if len(rows) < 2:
+        if len(rows) < min_members:
             continue
         span, up = spans[node_id], parent[node_id]
         over = place[up] if up is not None else None

@@ -9,6 +9,7 @@ import numpy as np
 from granikv_sglang.core import Counters, Reason, Regime
 from granikv_sglang.plan.base import Capacity, Decision, Path, Plan, uniform_plan
 from granikv_sglang.plan.classify import Features, StaticClassifier
+from granikv_sglang.plan.extend import query_tiles
 from granikv_sglang.plan.forest import build_items, coverage_of
 
 
@@ -18,7 +19,7 @@ class Planner:
     Args:
         classifier: chooses the regime.
         token_bytes: K and V bytes of one token in one layer on this rank.
-        gqa: query heads per KV head.
+        gqa, kv_heads: query heads per KV head, and KV heads, of this rank.
         layers: layers of this rank, for the bytes counter.
         capacity: the largest plan the engine takes; None for no bound.
     """
@@ -29,6 +30,7 @@ class Planner:
         *,
         token_bytes: int,
         gqa: int,
+        kv_heads: int,
         layers: int,
         counters: Counters,
         capacity: Capacity | None = None,
@@ -36,6 +38,7 @@ class Planner:
         self._classifier = classifier
         self._token_bytes = token_bytes
         self._gqa = gqa
+        self._kv_heads = kv_heads
         self._layers = layers
         self._counters = counters
         self._capacity = capacity
@@ -57,8 +60,27 @@ class Planner:
         self._count(self._plan)
         return self._plan
 
+    def prefill(self, paths: Sequence[Path], extend_lens: Sequence[int]) -> Plan:
+        """The plan of a prefill: HOT stretches of the cached prefixes, one member being enough.
+
+        Args:
+            paths: HOT path of each row's cached prefix.
+            extend_lens: new tokens of each row.
+        """
+        self._version += 1
+        items = build_items(paths, self._classifier.thresholds.min_item_tokens, min_members=1)
+        tiles = query_tiles(items, extend_lens, self._gqa * self._kv_heads)
+        decision = self._classifier.classify_prefill(items, tiles)
+        if decision.regime is Regime.UNIFORM:
+            plan = uniform_plan(len(paths), decision.reason, self._version)
+        else:
+            plan = Plan(decision, items, coverage_of(items, len(paths)), self._version)
+        self._counters.steps[(decision.regime, decision.reason)] += 1
+        self._counters.hot_prefill_tokens += int(plan.coverage.sum())
+        return plan
+
     def other(self, rows: int) -> Plan:
-        """The plan of a pass that is not a plain decode: always UNIFORM."""
+        """The plan of a pass that is neither a plain decode nor a plain prefill: always UNIFORM."""
         plan = uniform_plan(rows, Reason.NOT_DECODE)
         self._count(plan)
         return plan

@@ -18,6 +18,7 @@ _PLAIN = {
     "hot_evictions": "HOT nodes evicted.",
     "hot_evicted_tokens": "Tokens of HOT nodes evicted.",
     "room_evictions": "Unlocked nodes evicted to make a contiguous run.",
+    "hot_prefill_tokens": "Cached tokens that prefills read as dense HOT stretches.",
 }
 
 

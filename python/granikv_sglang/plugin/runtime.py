@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
-from granikv_sglang.backends import Geometry, SharedDecode, build_engine
+from granikv_sglang.backends import Geometry, PrefixExtend, SharedDecode, build_engine, build_extend
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.config import NAME, GraniKVConfig
 from granikv_sglang.core import Counters, GraniKVError, Reason, Regime
@@ -70,6 +71,7 @@ class Runtime:
             StaticClassifier(CUDA_THRESHOLDS if device_is_cuda else CPU_THRESHOLDS, _forced(self.config.regime)),
             token_bytes=2 * kv_heads * head_dim * pool.k_buffer[0].element_size(),
             gqa=max(1, heads // kv_heads),
+            kv_heads=kv_heads,
             layers=len(pool.k_buffer),
             counters=self.counters,
             capacity=self._engine.capacity if self._engine is not None else None,
@@ -85,6 +87,7 @@ class Runtime:
         return GraniKVAttnBackend(
             ATTENTION_BACKENDS[self.stock_backend](runner),
             self._engine,
+            _extend_for(runner) if self.config.prefill == "auto" else None,
             lambda: self._plan,
             runner.req_to_token_pool.req_to_token,
             runner.token_to_kv_pool,
@@ -174,9 +177,11 @@ class Runtime:
 
     def _plan_for(self, batch: Any) -> Plan:
         assert self._planner is not None and self.tree is not None
-        if not batch.forward_mode.is_decode():
-            return self._planner.other(len(batch.reqs))
         tree, reqs = self.tree, batch.reqs
+        if batch.forward_mode is ForwardMode.EXTEND and self.config.prefill == "auto":
+            return self._planner.prefill([tree.hot_path(req.last_node) for req in reqs], batch.extend_lens)
+        if not batch.forward_mode.is_decode():
+            return self._planner.other(len(reqs))
         key = (tree.epoch, tuple((req.rid, req.last_node.id) for req in reqs))
         return self._planner.decode(key, lambda: [tree.hot_path(req.last_node) for req in reqs])
 
@@ -187,15 +192,23 @@ def _stock_backend(config: GraniKVConfig) -> str:
     return "flashinfer" if torch.cuda.is_available() else "torch_native"
 
 
+def _geometry(runner: Any) -> Geometry:
+    buffer = runner.token_to_kv_pool.k_buffer[0]
+    _, kv_heads, head_dim = buffer.shape
+    heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+    return Geometry(heads, kv_heads, head_dim, buffer.dtype, buffer.device)
+
+
 def _engine_for(runner: Any) -> SharedDecode:
     """The Triton engine on an NVIDIA GPU, the torch engine elsewhere."""
-    pool = runner.token_to_kv_pool
-    if not pool.k_buffer[0].is_cuda:
+    if not runner.token_to_kv_pool.k_buffer[0].is_cuda:
         return build_engine("torch")
-    _, kv_heads, head_dim = pool.k_buffer[0].shape
-    heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-    geometry = Geometry(heads, kv_heads, head_dim, pool.k_buffer[0].dtype, pool.k_buffer[0].device)
-    return build_engine("triton", geometry, min(MAX_ROWS, runner.req_to_token_pool.size))
+    return build_engine("triton", _geometry(runner), min(MAX_ROWS, runner.req_to_token_pool.size))
+
+
+def _extend_for(runner: Any) -> PrefixExtend:
+    """FlashInfer on an NVIDIA GPU, torch elsewhere."""
+    return build_extend("flashinfer" if runner.token_to_kv_pool.k_buffer[0].is_cuda else "torch", _geometry(runner))
 
 
 def _forced(regime: str) -> Regime | None:

@@ -1,0 +1,103 @@
+"""Prefill over HOT prefixes: from items and token counts to the index arrays that engines read. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from granikv_sglang.plan.base import Item
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Items of one depth of the forest: a token of the pass is in at most one of them.
+
+    The caches seen as one ragged batch: segment s holds slots ``kv_indptr[s] .. kv_indptr[s + 1]`` and is read by the
+    tokens ``qo_indptr[s] .. qo_indptr[s + 1]`` of the gathered order; what lies between two items is a segment that
+    nobody reads.
+
+    Attributes:
+        qo_indptr, kv_indptr: int32 ``[segments + 1]``.
+        tokens: int32 ``[gathered]``, token of the pass at each place of the gathered order.
+    """
+
+    qo_indptr: Ints
+    kv_indptr: Ints
+    tokens: Ints
+
+    def run_of(self, total: int) -> slice | None:
+        """The tokens as one run of the pass's ``total`` tokens, where they are one: no gather is needed then."""
+        first, count = int(self.tokens[0]), self.tokens.size
+        if count <= total - first and np.array_equal(self.tokens, np.arange(first, first + count, dtype=np.int32)):
+            return slice(first, first + count)
+        return None
+
+
+@dataclass(frozen=True)
+class ColdPart:
+    """Cached tokens that no item covers: positions ``coverage[row] .. prefix[row]`` of each row, one after the other.
+
+    Attributes:
+        kv_indptr: int32 ``[rows + 1]``.
+        rows, positions: int32 ``[tokens]``, the request and the position in it of each cached token.
+    """
+
+    kv_indptr: Ints
+    rows: Ints
+    positions: Ints
+
+    @property
+    def empty(self) -> bool:
+        return self.rows.size == 0
+
+
+def token_offsets(extend_lens: Sequence[int]) -> Ints:
+    """int32 ``[rows + 1]``: where each row's new tokens start in the pass."""
+    offsets = np.zeros(len(extend_lens) + 1, dtype=np.int32)
+    np.cumsum(np.asarray(extend_lens, dtype=np.int64), out=offsets[1:])
+    return offsets
+
+
+def levels_of(items: Sequence[Item], offsets: Ints) -> list[Level]:
+    """The items level by level; parents come before children in ``items``, as :func:`build_items` gives them."""
+    depth = np.zeros(offsets.size - 1, dtype=np.int32)
+    by_level: dict[int, list[Item]] = {}
+    for item in items:
+        rows = list(item.rows)
+        level = int(depth[rows].max())
+        depth[rows] = level + 1
+        by_level.setdefault(level, []).append(item)
+    return [_level(by_level[level], offsets) for level in sorted(by_level)]
+
+
+def _level(items: Sequence[Item], offsets: Ints) -> Level:
+    qo, kv = [0], [0]
+    tokens: list[Ints] = []
+    for item in sorted(items, key=lambda i: i.start):
+        if item.start > kv[-1]:
+            qo.append(qo[-1])
+            kv.append(item.start)
+        own = [np.arange(offsets[row], offsets[row + 1], dtype=np.int32) for row in item.rows]
+        tokens += own
+        qo.append(qo[-1] + sum(part.size for part in own))
+        kv.append(item.start + item.tokens)
+    return Level(np.array(qo, np.int32), np.array(kv, np.int32), np.concatenate(tokens))
+
+
+def cold_part(coverage: Ints, prefix_lens: Sequence[int]) -> ColdPart:
+    """What is cached but not covered. ``coverage[row] <= prefix_lens[row]`` for every row."""
+    lens = np.asarray(prefix_lens, dtype=np.int32) - coverage
+    indptr = token_offsets(lens.tolist())
+    rows = np.repeat(np.arange(lens.size, dtype=np.int32), lens)
+    positions = np.arange(rows.size, dtype=np.int32) - indptr[rows] + coverage[rows]
+    return ColdPart(indptr, rows, positions.astype(np.int32))
+
+
+def query_tiles(items: Sequence[Item], extend_lens: Sequence[int], q_heads: int, tile: int = 128) -> int:
+    """Query tiles, (128 tokens, one head) each, that the pass has for its items: what a GPU spreads over its SMs."""
+    return sum(-(-sum(extend_lens[row] for row in item.rows) // tile) for item in items) * q_heads

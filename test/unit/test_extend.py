@@ -1,0 +1,182 @@
+"""Prefill over HOT prefixes against plain causal attention of each request over its own tokens."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from granikv_sglang.backends import ExtendBatch, Geometry, build_extend
+from granikv_sglang.core import Counters, Reason, Regime, Span
+from granikv_sglang.plan import (
+    CPU_THRESHOLDS,
+    CUDA_THRESHOLDS,
+    Decision,
+    Plan,
+    Planner,
+    StaticClassifier,
+    build_items,
+    cold_part,
+    coverage_of,
+    levels_of,
+    query_tiles,
+    token_offsets,
+)
+
+TEAM, ROLE, OTHER, BELOW = (1, Span(512, 90)), (2, Span(256, 33)), (3, Span(1024, 1)), (4, Span(289, 5))
+
+
+def plan_of(paths, min_item_tokens=1):
+    items = build_items(paths, min_item_tokens, min_members=1)
+    return Plan(Decision(Regime.CASCADE, Reason.HOT_PREFILL), items, coverage_of(items, len(paths)), version=1)
+
+
+def world(paths, cold, new, heads, kv_heads, dim, device, dtype):
+    """Caches in which every slot nobody owns is NaN, each row's tokens, and the new tokens' q, k and v."""
+    generator = torch.Generator().manual_seed(sum(new) + heads)
+    lens = [sum(span.length for _, span in path) for path in paths]
+    first = 1100
+    slots_total = first + sum(cold) + sum(new) + 3
+    rows, at = [], first
+    for path, rest, tokens in zip(paths, cold, new, strict=True):
+        hot = [s for _, span in path for s in range(span.start, span.stop)]
+        rows.append(hot + list(range(at, at + rest + tokens)))
+        at += rest + tokens
+    total = sum(new)
+    q = torch.randn(total, heads, dim, generator=generator)
+    k, v = (torch.randn(total, kv_heads, dim, generator=generator) for _ in range(2))
+    caches = [torch.full((slots_total, kv_heads, dim), float("nan")) for _ in range(2)]
+    cached = sorted({s for row, tokens in zip(rows, new, strict=True) for s in row[: len(row) - tokens]})
+    for cache in caches:
+        # What the pass itself writes stays NaN: attention must take the new K and V from its arguments.
+        cache[cached] = torch.randn(len(cached), kv_heads, dim, generator=generator)
+    table = torch.zeros((len(rows) + 1, 400), dtype=torch.int32)
+    for i, row in enumerate(rows):
+        table[i + 1, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    prefix = [length + rest for length, rest in zip(lens, cold, strict=True)]
+    batch = ExtendBatch(table.to(device), torch.arange(1, len(rows) + 1, device=device), prefix, list(new))
+    tensors = [x.to(device, dtype) for x in (q, k, v, *caches)]
+    return batch, tensors, rows
+
+
+def exact(tensors, batch, rows, scale):
+    q, k, v, k_cache, v_cache = (x.double().cpu() for x in tensors)
+    gqa, out, at = q.shape[1] // k.shape[1], [], 0
+    for row, tokens, prefix in zip(rows, batch.extend_lens, batch.prefix_lens, strict=True):
+        keys = torch.cat((k_cache[row[:prefix]], k[at : at + tokens])).repeat_interleave(gqa, 1)
+        values = torch.cat((v_cache[row[:prefix]], v[at : at + tokens])).repeat_interleave(gqa, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[at : at + tokens], keys) * scale
+        late = torch.arange(prefix + tokens).unsqueeze(0) > prefix + torch.arange(tokens).unsqueeze(1)
+        weights = torch.softmax(scores.masked_fill(late, float("-inf")), -1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, values))
+        at += tokens
+    return torch.cat(out)
+
+
+ENGINES = [("torch", "cpu", torch.float32), pytest.param(("flashinfer", "cuda", torch.bfloat16), marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=ENGINES, ids=lambda p: p[0])
+def engine_kind(request):
+    if request.param[1] == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return request.param
+
+
+CASES = [
+    ([(TEAM,)] * 3, [0, 0, 0], [5, 1, 17]),
+    ([(TEAM, ROLE), (), (TEAM, ROLE), (TEAM,), (OTHER,)], [3, 4, 0, 40, 0], [3, 1, 40, 9, 130]),
+    ([(OTHER,), (TEAM, ROLE, BELOW), (TEAM,), (OTHER,)], [1, 0, 0, 6], [1, 1, 1, 1]),
+    ([(ROLE,)], [0], [2]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (9, 3)])
+def test_matches_plain_attention(engine_kind, case, heads, kv_heads):
+    name, device, dtype = engine_kind
+    paths, cold, new = case
+    dim = 64
+    batch, tensors, rows = world(paths, cold, new, heads, kv_heads, dim, device, dtype)
+    engine = build_extend(name, Geometry(heads, kv_heads, dim, dtype, torch.device(device)))
+    engine.prepare(plan_of(paths), batch)
+    scale = 0.2
+    for _ in range(2):  # two layers of one pass
+        out = engine.run(*tensors, scale).double().cpu()
+    wanted = exact(tensors, batch, rows, scale)
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    assert ((out - wanted).pow(2).mean() / wanted.pow(2).mean()).sqrt() < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_padded_pass_and_a_pass_after_another_on_the_gpu():
+    """Graph runners pad a prefill; and an engine is planned again and again."""
+    geometry = Geometry(8, 2, 128, torch.bfloat16, torch.device("cuda"))
+    engine = build_extend("flashinfer", geometry)
+    for paths, cold, new in CASES:
+        batch, tensors, rows = world(paths, cold, new, 8, 2, 128, "cuda", torch.bfloat16)
+        engine.prepare(plan_of(paths), batch)
+        wanted = exact(tensors, batch, rows, 0.1)
+        padded = [torch.cat((x, torch.full_like(x[:1], float("nan")).expand(5, -1, -1))) for x in tensors[:3]]
+        out = engine.run(*padded, *tensors[3:], 0.1).double().cpu()
+        assert out.shape[0] == sum(new) + 5
+        assert ((out[: sum(new)] - wanted).pow(2).mean() / wanted.pow(2).mean()).sqrt() < 8e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_levels_and_cold_part_cover_every_cached_token_once(data):
+    """Whatever forest: a new token reads each cached position of its request exactly once, in one level or COLD."""
+    spans = {n: Span(100 * n, data.draw(st.integers(1, 60))) for n in range(1, 8)}
+    parent = {n: data.draw(st.sampled_from([0, *range(1, n)])) for n in spans}
+
+    def path_of(node):
+        return () if node == 0 else (*path_of(parent[node]), (node, spans[node]))
+
+    rows = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 20), st.integers(1, 9)), min_size=1))
+    paths = [path_of(node) for node, _, _ in rows]
+    items = build_items(paths, data.draw(st.integers(1, 40)), min_members=1)
+    coverage = coverage_of(items, len(rows))
+    prefix = [sum(s.length for _, s in path) + rest for path, (_, rest, _) in zip(paths, rows, strict=True)]
+    offsets = token_offsets([new for _, _, new in rows])
+    seen = [[] for _ in range(offsets[-1])]
+    for level in levels_of(items, offsets):
+        assert (np.diff(level.qo_indptr) >= 0).all()
+        assert (np.diff(level.kv_indptr) >= 0).all()
+        for s in range(len(level.qo_indptr) - 1):
+            for token in level.tokens[level.qo_indptr[s] : level.qo_indptr[s + 1]]:
+                seen[token] += range(level.kv_indptr[s], level.kv_indptr[s + 1])
+    cold = cold_part(coverage, prefix)
+    for row, path in enumerate(paths):
+        hot = [slot for _, span in path for slot in range(span.start, span.stop)]
+        mine = slice(cold.kv_indptr[row], cold.kv_indptr[row + 1])
+        assert (cold.rows[mine] == row).all()
+        assert cold.positions[mine].tolist() == list(range(coverage[row], prefix[row]))
+        for token in range(offsets[row], offsets[row + 1]):
+            assert sorted(seen[token]) == sorted(hot[: coverage[row]])
+
+
+def test_a_run_of_tokens_needs_no_gather():
+    items = build_items([(TEAM,), (), (TEAM,), (TEAM,)], min_members=1)
+    assert levels_of(items[:1], token_offsets([2, 0, 3, 1]))[0].run_of(6) == slice(0, 6)
+    assert levels_of(items[:1], token_offsets([2, 1, 3, 1]))[0].run_of(7) is None
+
+
+def test_the_planner_takes_a_prefill_where_it_pays_and_says_why():
+    def planner(thresholds, forced=None):
+        return Planner(
+            StaticClassifier(thresholds, forced),
+            token_bytes=1, gqa=4, kv_heads=8, layers=1, counters=Counters(),
+        )  # fmt: skip
+
+    long = (9, Span(0, 4096))
+    assert query_tiles(build_items([(long,)], min_members=1), [129], 32) == 64
+    on_gpu = planner(CUDA_THRESHOLDS)
+    assert on_gpu.prefill([()], [500]).decision.reason is Reason.NOT_DECODE
+    assert on_gpu.prefill([(long,)], [128]).decision.reason is Reason.TOO_SMALL
+    taken = on_gpu.prefill([(long,), (long,), ()], [300, 200, 9])
+    assert taken.decision == Decision(Regime.CASCADE, Reason.HOT_PREFILL)
+    assert taken.coverage.tolist() == [4096, 4096, 0]
+    assert planner(CPU_THRESHOLDS).prefill([(long,)], [1]).shared
+    assert not planner(CPU_THRESHOLDS, Regime.UNIFORM).prefill([(long,)], [1]).shared
