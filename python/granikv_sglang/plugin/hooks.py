@@ -71,6 +71,14 @@ TABLE: tuple[Hook, ...] = (
         "SGLang lets a radix cache contribute to the internal state.",
     ),
     Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
+        HookType.AFTER,
+        "after_cached_tokens",
+        ("self", "req"),
+        "Adds to a request's cached tokens how many of them lay in HOT extents.",
+        "SGLang lets a radix cache contribute to the breakdown of cached tokens.",
+    ),
+    Hook(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape",
         HookType.AROUND,
         "around_capture",
@@ -136,7 +144,8 @@ class Recorder:
             if problem:
                 self._problems[hook.target] = problem
                 continue
-            function = _free_function(getattr(self._owner, hook.handler))
+            handler = getattr(self._owner, hook.handler)
+            function = handler if isinstance(handler, type) else _free_function(handler)
             self._functions[hook.target] = function
             HookRegistry.register(hook.target, function, hook.kind)
 
@@ -163,7 +172,7 @@ class Recorder:
             current = pkgutil.resolve_name(hook.target)
         except (ImportError, AttributeError) as error:
             return f"the target is gone: {error}"
-        if not any(function in _closure(layer) for layer in _layers(current)):
+        if current is not function and not any(function in _closure(layer) for layer in _layers(current)):
             return "SGLang did not apply it, or something replaced it afterwards"
         return ""
 
@@ -173,6 +182,10 @@ class Recorder:
             target = pkgutil.resolve_name(hook.target)
         except (ImportError, AttributeError) as error:
             return f"SGLang has no such target: {error}"
+        if isinstance(target, type):
+            # A replaced class: what counts is that the fields which the subclass overrides are still there.
+            missing = [name for name in hook.parameters if name not in target.__annotations__]
+            return f"it has no field {missing[0]}" if missing else ""
         found = tuple(inspect.signature(target).parameters)
         if found != hook.parameters:
             return f"its parameters are ({', '.join(found)}), expected ({', '.join(hook.parameters)})"

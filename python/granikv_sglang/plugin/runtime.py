@@ -41,7 +41,7 @@ class Runtime:
     def __init__(self, config: GraniKVConfig) -> None:
         self.config = config
         self.counters = Counters()
-        self.recorder = Recorder(self)
+        self.recorders = [Recorder(self)]
         self.stock_backend = _stock_backend(config)
         self.tree: GraniRadixCache | None = None
         self._planner: Planner | None = None
@@ -100,7 +100,8 @@ class Runtime:
         checks.refuse_model(model_config)
         if self.stock_backend not in ATTENTION_BACKENDS or self.stock_backend == NAME:
             raise GraniKVError(f"--granikv-stock-backend {self.stock_backend!r} is not an attention backend of SGLang")
-        self.recorder.require_landed()
+        for recorder in self.recorders:
+            recorder.require_landed()
 
     # -- hook handlers (see hooks.TABLE) -------------------------------------------------------------------------------
 
@@ -144,6 +145,13 @@ class Runtime:
                 tokenizer.decode if tokenizer is not None else None,
             )
         return result
+
+    def after_cached_tokens(self, details: Any, _streamer: Any, req: Any) -> Any:
+        if not details or self.tree is None:
+            return details
+        # HOT leads every path, so the cached part is HOT up to the shorter of the two.
+        hot = sum(span.length for _, span in self.tree.hot_path(req.last_node))
+        return {**details, "hot": min(hot, req.cached_tokens)}
 
     def around_capture(self, original: Callable[..., Any], runner: Any, size: int, *args: Any, **kw: Any) -> None:
         original(runner, size, *args, **kw)

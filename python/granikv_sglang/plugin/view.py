@@ -42,7 +42,7 @@ def forest(tree: GraniRadixCache, live: Iterable[Any], text_of: TextOf | None = 
         deepest = shared[0].id if shared else None
         private[deepest] += 1
         private_tokens[deepest] += max(0, tokens - sum(len(node.key) for node in shared))
-    order = sorted(((_depth(tree, nodes[i]), -members[i], i) for i in shown))
+    order = sorted((_depth(tree, nodes[i]), -members[i], i) for i in shown)
     rows = [_row(tree, nodes[i], members, private, private_tokens, text_of) for _, _, i in order[:MOST_NODES]]
     return {
         "nodes": rows,

@@ -83,7 +83,8 @@ def _plugin() -> dict[str, Any]:
         "stock_backend": runtime.stock_backend,
         "hooks": [
             {"target": s.hook.target, "kind": s.hook.kind.value, "landed": s.landed, "problem": s.problem}
-            for s in runtime.recorder.statuses()
+            for recorder in runtime.recorders
+            for s in recorder.statuses()
         ],
     }
 

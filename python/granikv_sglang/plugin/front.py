@@ -1,0 +1,111 @@
+"""What GraniKV adds to the HTTP process: the live page, and HOT tokens in ``usage``. Its hooks have a table of their own.
+
+The HTTP server runs in the process that was started first; schedulers and detokenizers are its children and need none
+of this, nor the imports that come with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from granikv_sglang.plugin import checks, usage
+from granikv_sglang.plugin.hooks import Hook
+from granikv_sglang.plugin.page import SignIn, StateSource, build_router
+
+
+class Front:
+    """Handlers of the hooks in :data:`FRONT_TABLE`."""
+
+    HotChatResponse = usage.HotChatResponse
+    HotChatStreamResponse = usage.HotChatStreamResponse
+    HotCompletionResponse = usage.HotCompletionResponse
+    HotCompletionStreamResponse = usage.HotCompletionStreamResponse
+
+    def before_http_server(self, server_args: Any, tokenizer_manager: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Hang the page into SGLang's FastAPI app, before its own middleware is added and it begins to listen."""
+        # The hook that called us has imported the module: only now is it certain to be whole.
+        from sglang.srt.entrypoints.http_server import app  # noqa: PLC0415
+
+        if checks.selected(server_args) and server_args.tokenizer_worker_num == 1:
+            model = server_args.served_model_name or server_args.model_path
+            app.include_router(build_router(StateSource(tokenizer_manager.get_internal_state, model)))
+
+    def after_api_key(self, _result: Any, app: Any, **_keys: Any) -> None:
+        """Around SGLang's own check of the key goes the form that asks a browser for it."""
+        app.add_middleware(SignIn)
+
+    def before_batch_output(self, _manager: Any, batch: Any) -> None:
+        usage.mark_counts(batch)
+
+    def around_response_usage(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return usage.response_usage(original, *args, **kwargs)
+
+    def around_streaming_usage(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return usage.streaming_usage(original, *args, **kwargs)
+
+
+_OPENAI = "sglang.srt.entrypoints.openai"
+_RESPONSE_WHY = "SGLang's response classes drop a field of `usage` they do not know; the subclass prints it."
+_RESPONSE_UNTIL = "SGLang's usage carries a free-form breakdown of cached tokens."
+
+FRONT_TABLE: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        HookType.BEFORE,
+        "before_http_server",
+        (
+            *("server_args", "tokenizer_manager", "template_manager", "port_args", "scheduler_infos"),
+            *("subprocess_watchdog", "execute_warmup_func", "launch_callback"),
+        ),
+        "Adds the routes of the live page to SGLang's FastAPI app before it listens.",
+        "SGLang lets a plug-in contribute a router.",
+    ),
+    Hook(
+        "sglang.srt.utils.auth.add_api_key_middleware",
+        HookType.AFTER,
+        "after_api_key",
+        ("app", "api_key", "admin_api_key"),
+        "A browser at the live page cannot send the API key by itself: it gets a form that asks for it.",
+        "SGLang lets a plug-in contribute a router with a sign-in page.",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",
+        HookType.BEFORE,
+        "before_batch_output",
+        ("self", "recv_obj"),
+        "Lets the count of cached tokens carry its HOT part to where `usage` is made.",
+        "SGLang hands the breakdown of cached tokens to its usage code.",
+    ),
+    Hook(
+        f"{_OPENAI}.usage_processor.UsageProcessor.calculate_response_usage",
+        HookType.AROUND,
+        "around_response_usage",
+        ("responses", "n_choices", "enable_cache_report", "image_tokens", "audio_tokens", "video_tokens"),
+        "Adds `hot_tokens` to the usage of an answer.",
+        _RESPONSE_UNTIL,
+    ),
+    Hook(
+        f"{_OPENAI}.usage_processor.UsageProcessor.calculate_streaming_usage",
+        HookType.AROUND,
+        "around_streaming_usage",
+        (
+            *("prompt_tokens", "reasoning_tokens", "completion_tokens", "cached_tokens", "n_choices"),
+            *("enable_cache_report", "image_tokens", "audio_tokens", "video_tokens"),
+        ),
+        "Adds `hot_tokens` to the usage of a streamed answer.",
+        _RESPONSE_UNTIL,
+    ),
+    *(
+        Hook(f"{_OPENAI}.protocol.{target}", HookType.REPLACE, handler, ("usage",), _RESPONSE_WHY, _RESPONSE_UNTIL)
+        for target, handler in (
+            ("ChatCompletionResponse", "HotChatResponse"),
+            ("ChatCompletionStreamResponse", "HotChatStreamResponse"),
+            ("CompletionResponse", "HotCompletionResponse"),
+            ("CompletionStreamResponse", "HotCompletionStreamResponse"),
+        )
+    ),
+)
+"""Hooks of the HTTP process. A ``REPLACE`` row names a subclass; its ``parameters`` are the fields it overrides."""
