@@ -1,5 +1,5 @@
 # GraniKV on SGLang. `make` alone lists the targets; each one that needs the environment builds .venv first.
-#   ARGS="..."     handed on to the program behind demo, serve, test, test-gpu and bench-cpu
+#   ARGS="..."     handed on to the program behind demo, serve, test, test-gpu, bench-cpu and bench-smoke
 #   PYTHON=path    the interpreter to build .venv from (3.11 or 3.12; found by itself otherwise)
 
 SHELL := /bin/bash
@@ -17,10 +17,10 @@ PYTHON ?=
 # Exits 0 where the interpreter is one that SGLang 0.5.17's wheels exist for.
 PY_OK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup demo serve test test-gpu lint fmt bench-cpu lock clean
+.PHONY: help setup demo serve test test-gpu lint fmt bench-cpu bench-smoke lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## build .venv from requirements.lock (about 3 GB to download)
 
@@ -50,11 +50,14 @@ fmt: $(STAMP) ## format and mend what ruff can mend
 bench-cpu: $(STAMP) ## the CPU benchmark
 	@$(PY) benchmark/bench_cpu.py $(ARGS)
 
+bench-smoke: $(STAMP) ## the serving benchmark from end to end, small, on the embedded model, with a report
+	@PYTHON="$(abspath $(PY))" $(SHELL) benchmark/recipes/smoke.sh $(ARGS)
+
 # --universal: one file for Python 3.11 and 3.12. No header, no annotations, no index: the file names packages only.
 lock: $(PY) ## resolve pyproject.toml again into requirements.lock
 	@$(find_uv)
-	"$$uv" pip compile --universal --python-version 3.11 --extra dev --upgrade --quiet --no-header --no-annotate \
-	    --no-emit-index-url --no-emit-find-links pyproject.toml --output-file requirements.lock
+	"$$uv" pip compile --universal --python-version 3.11 --extra dev --extra bench --upgrade --quiet \
+	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links pyproject.toml --output-file requirements.lock
 	echo "requirements.lock: $$(wc -l < requirements.lock) packages"
 
 clean: ## remove caches and build outputs (not .venv)

@@ -60,7 +60,8 @@ def locked(python: str) -> dict[str, str]:
 
 def declared() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    return [Requirement(text) for text in project["dependencies"] + extras["dev"] + extras["bench"]]
 
 
 def test_lock_holds_exact_pins_and_nothing_else() -> None:
@@ -117,7 +118,19 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_make_alone_lists_the_targets() -> None:
     listing = make().stdout
-    for target in ["setup", "demo", "serve", "test", "test-gpu", "lint", "fmt", "bench-cpu", "lock", "clean"]:
+    for target in [
+        "setup",
+        "demo",
+        "serve",
+        "test",
+        "test-gpu",
+        "lint",
+        "fmt",
+        "bench-cpu",
+        "bench-smoke",
+        "lock",
+        "clean",
+    ]:
         assert re.search(rf"^  make {target} +\S", listing, re.MULTILINE), target
 
 

@@ -1,0 +1,120 @@
+"""What the numbers were measured on: versions, commit, device, and its clocks while each run lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("granikv-sglang", "sglang", "torch", "triton", "flashinfer-python", "transformers")
+_QUERY = "clocks.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu"
+_BUSY = 5
+"""Per cent of utilisation from which a sample of the GPU counts: an idle GPU lowers its clocks."""
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU is here, asked without creating a CUDA context."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False, text=True).stdout.startswith("GPU")
+
+
+def provenance(argv: Sequence[str]) -> dict[str, Any]:
+    """Versions, commit, device, date, and the command that measures the same again."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": _commit(),
+        "device": _device(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "replay": shlex.join(["python", "-m", "granikv_sglang.bench_serving", *argv]),
+    }
+
+
+def _commit() -> str:
+    """The commit of this source tree, with + where files differ from it; GRANIKV_COMMIT where there is no git."""
+    folder = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    if shutil.which("git") is None or not git("rev-parse", "--short", "HEAD"):
+        return os.environ.get("GRANIKV_COMMIT", "unknown")
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def _device() -> str:
+    if has_gpu():
+        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, check=False, text=True).stdout.strip().splitlines()
+        return f"{len(lines)} x {lines[0]}" if lines else "GPU, nvidia-smi does not say which"
+    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} CPU cores, {names[0] if names else platform.machine()}"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@dataclass
+class Clocks:
+    """Samples the device's clocks while the ``with`` block runs; ``summary`` afterwards, empty when unreadable.
+
+    On a GPU: medians of the samples taken while it was busy, from one nvidia-smi that runs alongside (twice a second;
+    it costs no Python time). On a CPU: mean core clock and load average, at the end.
+    """
+
+    gpu: bool
+    summary: dict[str, float] = field(default_factory=dict)
+    _process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Clocks:
+        if self.gpu:
+            command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "500"]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return self
+
+    def __exit__(self, *_details: object) -> None:
+        if self._process is None:
+            self.summary = cpu_clocks()
+            return
+        self._process.terminate()
+        self.summary = gpu_clocks(self._process.communicate()[0])
+
+
+def gpu_clocks(text: str) -> dict[str, float]:
+    """Medians over the busy samples of nvidia-smi's output (all GPUs together); over all when none was busy."""
+    rows = []
+    for line in text.splitlines():
+        try:
+            sm, memory, celsius, watts, busy = (float(part) for part in line.split(","))
+        except ValueError:
+            continue  # a line cut off at the end, or a value this GPU does not report
+        rows.append((sm, memory, celsius, watts, busy))
+    rows = [row for row in rows if row[4] >= _BUSY] or rows
+    names = ("sm_mhz", "memory_mhz", "celsius", "watts", "busy_percent")
+    medians = (statistics.median(column) for column in zip(*rows, strict=True)) if rows else ()
+    return dict(zip(names, medians, strict=False)) | ({"samples": len(rows)} if rows else {})
+
+
+def cpu_clocks() -> dict[str, float]:
+    """Mean clock of the cores in MHz where the kernel tells it, and the load average of the last minute."""
+    clocks = [float(line.split(":")[1]) for line in _cpuinfo() if line.startswith("cpu MHz")]
+    mean = {"cpu_mhz": round(statistics.mean(clocks), 1)} if clocks else {}
+    return {**mean, "load_1m": round(os.getloadavg()[0], 2)}
