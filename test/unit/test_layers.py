@@ -11,7 +11,14 @@ PACKAGE = ROOT / "python" / "granikv_sglang"
 KERNELS = ROOT / "kernels" / "granikv_kernels"
 
 RANK = {"core": 0, "config": 0, "pools": 1, "tree": 2, "plan": 3, "backends": 4, "plugin": 5, "server": 6}
-ADAPTERS = {"pools/allocator.py", "tree/radix.py", "tree/audit.py", "backends/attention.py"}
+ADAPTERS = {
+    "pools/allocator.py",
+    "tree/lean.py",
+    "tree/radix.py",
+    "tree/audit.py",
+    "backends/attention.py",
+    "backends/cascade.py",
+}
 """Thin adapters below plugin/ that may import sglang."""
 GPU_FREE = ("core", "plan")
 

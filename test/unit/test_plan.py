@@ -77,7 +77,7 @@ def test_random_forests_keep_coverage_leading_and_members_identical(seed):
 @pytest.mark.parametrize(
     ("members", "tokens", "thresholds", "expected"),
     [
-        (4, 16384, CUDA_THRESHOLDS, Decision(Regime.CASCADE, Reason.MEMORY_BOUND)),
+        (4, 16384, CUDA_THRESHOLDS, Decision(Regime.BATCHED_GEMM, Reason.MEMORY_BOUND)),
         (64, 16384, CUDA_THRESHOLDS, Decision(Regime.BATCHED_GEMM, Reason.COMPUTE_BOUND)),
         (2, 512, CUDA_THRESHOLDS, Decision(Regime.UNIFORM, Reason.TOO_SMALL)),
         (2, 512, CPU_THRESHOLDS, Decision(Regime.CASCADE, Reason.MEMORY_BOUND)),

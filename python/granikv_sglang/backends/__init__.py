@@ -6,10 +6,12 @@ The SGLang adapter that wraps a stock backend is ``backends.attention``.
 from __future__ import annotations
 
 from granikv_sglang.backends.base import DecodeBatch, ExtendBatch, Geometry, PrefixExtend, SharedDecode
+from granikv_sglang.backends.cascade_plan import cascade_takes
 from granikv_sglang.backends.extend_torch import TorchExtend
 from granikv_sglang.backends.reference import TorchSharedDecode
 
 __all__ = [
+    "CUDA_ENGINES",
     "ENGINES",
     "EXTENDS",
     "DecodeBatch",
@@ -21,14 +23,21 @@ __all__ = [
     "TorchSharedDecode",
     "build_engine",
     "build_extend",
+    "cascade_takes",
 ]
 
 ENGINES = ("torch", "triton")
+"""Engines that any machine runs, Triton's interpreter included."""
+CUDA_ENGINES = ("cascade",)
+"""Engines that need an NVIDIA GPU."""
 EXTENDS = ("torch", "flashinfer")
 
 
-def build_engine(name: str, geometry: Geometry | None = None, max_rows: int = 0) -> SharedDecode:
-    """The engine called ``name``; ``triton`` needs the attention shapes and the largest batch. KeyError if unknown."""
+def build_engine(name: str, geometry: Geometry | None = None, max_rows: int = 0, slots: int = 0) -> SharedDecode:
+    """The engine called ``name``. KeyError if unknown.
+
+    All but ``torch`` need the attention shapes and the largest batch; ``cascade`` also the slots of the KV pool.
+    """
     if name == "torch":
         return TorchSharedDecode()
     if name == "triton" and geometry is not None:
@@ -36,6 +45,11 @@ def build_engine(name: str, geometry: Geometry | None = None, max_rows: int = 0)
         from granikv_sglang.backends.triton import TritonSharedDecode  # noqa: PLC0415
 
         return TritonSharedDecode(geometry, max_rows)
+    if name == "cascade" and geometry is not None:
+        # Imports CUDA libraries: a CPU server has no use for it.
+        from granikv_sglang.backends.cascade import CascadeSharedDecode  # noqa: PLC0415
+
+        return CascadeSharedDecode(geometry, max_rows, slots)
     raise KeyError(name)
 
 

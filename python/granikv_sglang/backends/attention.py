@@ -5,7 +5,7 @@ Thin adapter. Upstream contract: ``sglang.srt.layers.attention.base_attn_backend
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from granikv_sglang.backends.base import DecodeBatch, ExtendBatch, PrefixExtend, SharedDecode
+from granikv_sglang.core import Regime
 from granikv_sglang.plan import Plan
 
 
@@ -21,7 +22,7 @@ class GraniKVAttnBackend(AttentionBackend):
 
     Args:
         stock: the backend for UNIFORM passes; it is planned and called exactly as if it stood alone.
-        engine: shared decode.
+        engines: shared decode, the engine of each regime a plan may have.
         extend: prefill over HOT prefixes; None leaves every prefill to ``stock``.
         current_plan: the plan of the forward pass being set up, or None (warm-up, capture, a pass without requests).
         req_to_token: int32 ``[requests, context]``.
@@ -31,7 +32,7 @@ class GraniKVAttnBackend(AttentionBackend):
     def __init__(
         self,
         stock: AttentionBackend,
-        engine: SharedDecode,
+        engines: Mapping[Regime, SharedDecode],
         extend: PrefixExtend | None,
         current_plan: Callable[[], Plan | None],
         req_to_token: torch.Tensor,
@@ -40,51 +41,53 @@ class GraniKVAttnBackend(AttentionBackend):
         super().__init__()
         self.stock = stock
         self.needs_cpu_seq_lens = True
-        self._engine = engine
+        self._engines = engines
         self._extend = extend
         self._current_plan = current_plan
         self._req_to_token = req_to_token
         self._kv_pool = kv_pool
-        self._shared = False
+        self._engine: SharedDecode | None = None
+        """The engine of the pass being run; None while that is the stock backend's."""
         self._extending = False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._extending = self._take_extend(forward_batch)
         if self._extending:
             return
-        if self._take(forward_batch, padding=0):
-            self._engine.begin()
+        engine = self._take(forward_batch, padding=0)
+        if engine is not None:
+            engine.begin()
         else:
             self.stock.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         # Capture is of the shared variant exactly while the runtime holds a shared plan for it.
-        if not self._take(forward_batch, padding=0 if in_capture else forward_batch.num_padding):
+        if self._take(forward_batch, padding=0 if in_capture else forward_batch.num_padding) is None:
             self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        if self._shared:
+        if self._engine is not None:
             self._engine.begin()
         else:
             self.stock.init_forward_metadata_in_graph(forward_batch)
 
-    def _take(self, forward_batch: Any, padding: int) -> bool:
-        """Whether the engine does this pass; if so it is prepared.
+    def _take(self, forward_batch: Any, padding: int) -> SharedDecode | None:
+        """The engine that does this pass, prepared; None where it is the stock backend's.
 
         Anything but the batch the plan was made for (a warm-up, a split batch) is the stock backend's.
         """
         plan = self._current_plan()
-        self._shared = False
+        self._engine = None
         if plan is None or not plan.shared or not forward_batch.forward_mode.is_decode():
-            return False
+            return None
         if forward_batch.batch_size - padding != plan.rows:
-            return False
+            return None
         batch = DecodeBatch(
             self._req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
         )
+        self._engine = self._engines[plan.decision.regime]
         self._engine.prepare(plan, batch)
-        self._shared = True
-        return True
+        return self._engine
 
     def _take_extend(self, forward_batch: Any) -> bool:
         """As :meth:`_take`, for a prefill over HOT prefixes."""
@@ -97,7 +100,7 @@ class GraniKVAttnBackend(AttentionBackend):
             return False
         batch = ExtendBatch(self._req_to_token, forward_batch.req_pool_indices, prefix, new)
         self._extend.prepare(plan, batch)
-        self._shared = False
+        self._engine = None
         return True
 
     def forward_decode(
@@ -110,7 +113,7 @@ class GraniKVAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if not self._shared:
+        if self._engine is None:
             return self.stock.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         if save_kv_cache and k is not None:
             self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
@@ -151,7 +154,7 @@ class GraniKVAttnBackend(AttentionBackend):
         return self.stock.get_cuda_graph_seq_len_fill_value()
 
     def on_after_cuda_graph_warmup(self) -> None:
-        if not self._shared:
+        if self._engine is None:
             self.stock.on_after_cuda_graph_warmup()
 
     def support_triton(self) -> bool:

@@ -8,31 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_parallel
 
-from granikv_sglang.backends import Geometry, PrefixExtend, SharedDecode, build_engine, build_extend
+from granikv_sglang.backends import SharedDecode
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.config import NAME, GraniKVConfig
-from granikv_sglang.core import Counters, GraniKVError, Reason, Regime
-from granikv_sglang.plan import CPU_THRESHOLDS, CUDA_THRESHOLDS, Decision, Plan, Planner, StaticClassifier
+from granikv_sglang.core import Counters, GraniKVError, Regime
+from granikv_sglang.plan import Plan, Planner
 from granikv_sglang.plugin import checks
+from granikv_sglang.plugin.engines import capacity_of, classifier_of, decode_engines, prefill_engine
 from granikv_sglang.plugin.history import History
 from granikv_sglang.plugin.hooks import Recorder
 from granikv_sglang.plugin.metrics import Metrics
 from granikv_sglang.plugin.promoter import Promoter, live_requests
 from granikv_sglang.plugin.state import state_of
+from granikv_sglang.plugin.variants import GraphVariants, label_of
 from granikv_sglang.pools.allocator import ElasticAllocator
 from granikv_sglang.tree.radix import GraniRadixCache
-
-SHARED_VARIANT = "granikv"
-"""Label of the CUDA graph that computes shared decode; stock graphs keep SGLang's own label."""
-
-MAX_ROWS = 1024
-"""Largest decode batch with shared prefixes; a larger one runs UNIFORM."""
 
 
 class Runtime:
@@ -49,8 +43,8 @@ class Runtime:
         self._metrics: Metrics | None = None
         self._history = History()
         self._plan: Plan | None = None
-        self._engine: SharedDecode | None = None
-        self._capture_version = 0
+        self._engines: dict[Regime, SharedDecode] = {}
+        self._variants = GraphVariants({})
 
     # -- factories -----------------------------------------------------------------------------------------------------
 
@@ -64,18 +58,18 @@ class Runtime:
         text = context.model_config
         kv_heads, head_dim = pool.k_buffer[0].shape[1], pool.k_buffer[0].shape[2]
         heads = text.num_attention_heads // context.tp_size
-        device_is_cuda = pool.k_buffer[0].is_cuda
         self.tree = tree
         self._promoter = Promoter(tree, self.config, self.counters)
         self._planner = Planner(
-            StaticClassifier(CUDA_THRESHOLDS if device_is_cuda else CPU_THRESHOLDS, _forced(self.config.regime)),
+            classifier_of(self.config.regime, pool.k_buffer[0].is_cuda),
             token_bytes=2 * kv_heads * head_dim * pool.k_buffer[0].element_size(),
             gqa=max(1, heads // kv_heads),
             kv_heads=kv_heads,
             layers=len(pool.k_buffer),
             counters=self.counters,
-            capacity=self._engine.capacity if self._engine is not None else None,
+            capacity=capacity_of(self._engines),
         )
+        self._variants.report()  # SGLang has captured by now
         if context.server_args.enable_metrics:
             self._metrics = Metrics(context.server_args.served_model_name or "", context.tp_rank)
         return tree
@@ -83,11 +77,13 @@ class Runtime:
     def build_attention(self, runner: Any) -> GraniKVAttnBackend:
         """Attention-backend factory: the stock backend, wrapped."""
         self.require_sound(runner.server_args, runner.model_config)
-        self._engine = _engine_for(runner)
+        classifier = classifier_of(self.config.regime, runner.token_to_kv_pool.k_buffer[0].is_cuda)
+        self._engines = decode_engines(runner, classifier)
+        self._variants = GraphVariants(self._engines)
         return GraniKVAttnBackend(
             ATTENTION_BACKENDS[self.stock_backend](runner),
-            self._engine,
-            _extend_for(runner) if self.config.prefill == "auto" else None,
+            self._engines,
+            prefill_engine(runner) if self.config.prefill == "auto" else None,
             lambda: self._plan,
             runner.req_to_token_pool.req_to_token,
             runner.token_to_kv_pool,
@@ -143,6 +139,7 @@ class Runtime:
                 live,
                 self._history,
                 tokenizer.decode if tokenizer is not None else None,
+                self._variants.cost(),
             )
         return result
 
@@ -155,16 +152,12 @@ class Runtime:
 
     def around_capture(self, original: Callable[..., Any], runner: Any, size: int, *args: Any, **kw: Any) -> None:
         original(runner, size, *args, **kw)
-        if self._engine is None or not self._engine.graph_safe or not self._is_ours(runner):
-            return
-        self._capture_version -= 1  # never equal to a planner's version, so the engine plans afresh
-        decision = Decision(Regime.BATCHED_GEMM, Reason.FORCED)
-        self._plan = Plan(decision, (), np.zeros(size, dtype=np.int32), self._capture_version)
-        try:
+        if self._is_ours(runner):
             forward, stream_idx = args[0], (args[1] if len(args) > 1 else None)
-            original(runner, size, forward, stream_idx, SHARED_VARIANT)
-        finally:
-            self._plan = None
+            self._variants.capture(size, self._hold, lambda label: original(runner, size, forward, stream_idx, label))
+
+    def _hold(self, plan: Plan | None) -> None:
+        self._plan = plan
 
     def around_variant(self, original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
         label = original(runner, forward_batch)
@@ -174,7 +167,7 @@ class Runtime:
             # A graph of SGLang's own (LoRA) has no shared twin: this pass stays with the stock backend.
             self._plan = None
             return label
-        return SHARED_VARIANT
+        return label_of(self._plan.decision.regime)
 
     @staticmethod
     def _is_ours(runner: Any) -> bool:
@@ -198,26 +191,3 @@ def _stock_backend(config: GraniKVConfig) -> str:
     if config.stock_backend != "auto":
         return config.stock_backend
     return "flashinfer" if torch.cuda.is_available() else "torch_native"
-
-
-def _geometry(runner: Any) -> Geometry:
-    buffer = runner.token_to_kv_pool.k_buffer[0]
-    _, kv_heads, head_dim = buffer.shape
-    heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-    return Geometry(heads, kv_heads, head_dim, buffer.dtype, buffer.device)
-
-
-def _engine_for(runner: Any) -> SharedDecode:
-    """The Triton engine on an NVIDIA GPU, the torch engine elsewhere."""
-    if not runner.token_to_kv_pool.k_buffer[0].is_cuda:
-        return build_engine("torch")
-    return build_engine("triton", _geometry(runner), min(MAX_ROWS, runner.req_to_token_pool.size))
-
-
-def _extend_for(runner: Any) -> PrefixExtend:
-    """FlashInfer on an NVIDIA GPU, torch elsewhere."""
-    return build_extend("flashinfer" if runner.token_to_kv_pool.k_buffer[0].is_cuda else "torch", _geometry(runner))
-
-
-def _forced(regime: str) -> Regime | None:
-    return None if regime == "auto" else Regime(regime)

@@ -20,13 +20,15 @@ def state_of(
     live: list[Any],
     history: History | None = None,
     text_of: TextOf | None = None,
+    graphs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What the arena holds and what has happened so far.
 
     ``extents`` lists HOT nodes by first slot: ``start`` and ``tokens`` in slots, ``members`` the live requests below
     the node. ``pool.largest_free_run`` is in slots. Counters are those of :class:`granikv_sglang.core.Counters`.
     ``live`` (with ``history``) is for the page: see :mod:`granikv_sglang.plugin.page.schema`. ``text_of`` turns token
-    ids into text and is given only under ``--granikv-show-text``.
+    ids into text and is given only under ``--granikv-show-text``. ``graphs`` is what the graph variants cost, see
+    :meth:`granikv_sglang.plugin.variants.GraphVariants.cost`.
     """
     members: Counter[int] = Counter(node_id for req in live for node_id, _ in tree.hot_path(req.last_node))
     state: dict[str, Any] = {
@@ -45,6 +47,8 @@ def state_of(
         },
         "counters": tree.counters.as_dict(),
     }
+    if graphs is not None:
+        state["graphs"] = graphs
     if history is not None:
         state["live"] = {
             "started": round(history.started, 3),

@@ -1,0 +1,238 @@
+"""Which engine does which regime, and the graphs captured for them: labels, cost, one line of log."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from granikv_sglang.backends import Geometry
+from granikv_sglang.backends.attention import GraniKVAttnBackend
+from granikv_sglang.backends.cascade_plan import CascadeCapacity
+from granikv_sglang.config import REGIMES, GraniKVConfig
+from granikv_sglang.core import GraniKVError, Reason, Regime
+from granikv_sglang.plan import Capacity, Decision, Item, Plan, StaticClassifier, Thresholds, uniform_plan
+from granikv_sglang.plugin.engines import capacity_of, classifier_of, engine_names
+from granikv_sglang.plugin.runtime import Runtime
+from granikv_sglang.plugin.variants import GraphVariants, label_of
+
+BF16 = Geometry(32, 8, 128, torch.bfloat16, torch.device("cpu"))
+FLOAT32 = Geometry(9, 3, 64, torch.float32, torch.device("cpu"))
+ITEM = Item(256, 500, (0, 1), 1)
+
+
+class Engine:
+    """Records what it is asked."""
+
+    def __init__(self, graph_safe=True, capacity=None):
+        self.graph_safe, self.capacity, self.calls = graph_safe, capacity, []
+
+    def prepare(self, plan, batch):
+        self.calls.append(("prepare", plan.decision.regime, batch.seq_lens.shape[0]))
+
+    def begin(self):
+        self.calls.append("begin")
+
+    def run(self, q, k_cache, v_cache, sm_scale):
+        self.calls.append("run")
+        return q
+
+
+class Stock:
+    """A stock backend of which only the calls matter."""
+
+    def __init__(self):
+        self.calls = []
+
+    def init_forward_metadata(self, forward_batch):
+        self.calls.append("metadata")
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        self.calls.append("out_graph")
+
+    def init_forward_metadata_in_graph(self, forward_batch):
+        self.calls.append("in_graph")
+
+
+class Mode:
+    def is_decode(self):
+        return True
+
+    def is_extend(self):
+        return False
+
+
+def plan_of(regime, rows=2):
+    if regime is Regime.UNIFORM:
+        return uniform_plan(rows, Reason.NOTHING_SHARED)
+    return Plan(Decision(regime, Reason.FORCED), (ITEM,), np.full(rows, 500, np.int32), 3)
+
+
+def batch_of(rows, padding=0):
+    lens = torch.full((rows,), 501)
+    return SimpleNamespace(
+        forward_mode=Mode(), batch_size=rows, num_padding=padding, seq_lens=lens, seq_lens_cpu=lens,
+        req_pool_indices=torch.arange(rows),
+    )  # fmt: skip
+
+
+def backend_of(engines):
+    held = []
+    backend = GraniKVAttnBackend(
+        Stock(), engines, None, lambda: held[-1] if held else None, torch.zeros(4, 600, dtype=torch.int32), None
+    )
+    return backend, held
+
+
+def test_each_regime_goes_to_its_own_engine_and_uniform_to_none():
+    engines = {Regime.CASCADE: Engine(), Regime.BATCHED_GEMM: Engine()}
+    backend, held = backend_of(engines)
+    for regime in (Regime.CASCADE, Regime.UNIFORM, Regime.BATCHED_GEMM, Regime.CASCADE):
+        held.append(plan_of(regime))
+        backend.init_forward_metadata(batch_of(2))
+    assert [call[1] for call in engines[Regime.CASCADE].calls if call != "begin"] == [Regime.CASCADE] * 2
+    assert [call[1] for call in engines[Regime.BATCHED_GEMM].calls if call != "begin"] == [Regime.BATCHED_GEMM]
+    assert backend.stock.calls == ["metadata"]
+
+
+@pytest.mark.parametrize("regime", [Regime.CASCADE, Regime.BATCHED_GEMM])
+def test_in_a_graph_preparation_and_recorded_work_go_to_the_same_engine(regime):
+    engines = {Regime.CASCADE: Engine(), Regime.BATCHED_GEMM: Engine()}
+    backend, held = backend_of(engines)
+    held.append(plan_of(regime))
+    backend.init_forward_metadata_out_graph(batch_of(3, padding=1))
+    backend.init_forward_metadata_in_graph(batch_of(3, padding=1))
+    other = engines.pop(regime)
+    assert other.calls == [("prepare", regime, 3), "begin"]
+    assert next(iter(engines.values())).calls == [] and backend.stock.calls == []
+    held.append(plan_of(Regime.UNIFORM))
+    backend.init_forward_metadata_out_graph(batch_of(3, padding=1))
+    backend.init_forward_metadata_in_graph(batch_of(3, padding=1))
+    assert backend.stock.calls == ["out_graph", "in_graph"]
+
+
+@pytest.mark.parametrize(
+    ("regime", "expected"),
+    [
+        ("uniform", ()),
+        ("cascade", (Regime.CASCADE,)),
+        ("batched_gemm", (Regime.BATCHED_GEMM,)),
+        ("auto", (Regime.BATCHED_GEMM,)),
+    ],
+)
+def test_engines_and_graphs_on_a_gpu_are_those_the_classifier_can_choose(regime, expected):
+    assert regime in REGIMES
+    assert classifier_of(regime, cuda=True).regimes() == expected
+
+
+def test_a_classifier_that_uses_both_regimes_gets_both():
+    both = StaticClassifier(Thresholds(0, 64, 1, 1, memory_bound=Regime.CASCADE))
+    assert set(both.regimes()) == {Regime.CASCADE, Regime.BATCHED_GEMM}
+    assert engine_names(both.regimes(), BF16, None) == {Regime.CASCADE: "cascade", Regime.BATCHED_GEMM: "triton"}
+    # Without kernels for the model the Triton engine does both.
+    assert set(engine_names(both.regimes(), FLOAT32, None).values()) == {"triton"}
+
+
+def test_a_forced_cascade_without_kernels_is_refused_in_one_line():
+    assert engine_names((Regime.CASCADE,), BF16, Regime.CASCADE) == {Regime.CASCADE: "cascade"}
+    with pytest.raises(GraniKVError, match=r"--granikv-regime cascade: .*float32.*64.*--dtype bfloat16") as caught:
+        engine_names((Regime.CASCADE,), FLOAT32, Regime.CASCADE)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_must_fit_every_engine():
+    items = [Item(256 * i, 9, (2 * i, 2 * i + 1), i) for i in range(32)]
+    wide, narrow = Capacity(64, 64, 256), CascadeCapacity.of(64)
+    engines = {Regime.BATCHED_GEMM: Engine(capacity=wide), Regime.CASCADE: Engine(capacity=narrow)}
+    both = capacity_of(engines)
+    assert wide.holds(64, items) and not narrow.holds(64, items)
+    assert both is not None and not both.holds(64, items) and both.holds(64, items[:16])
+    assert capacity_of({Regime.CASCADE: Engine()}) is None
+    assert capacity_of({}) is None
+
+
+class Memory:
+    """Free bytes that fall by 3 MiB at each look."""
+
+    def __init__(self):
+        self.free = 1 << 30
+
+    def __call__(self):
+        self.free -= 3 << 20
+        return self.free
+
+
+def test_a_graph_for_each_size_and_regime_and_what_they_cost(caplog):
+    engines = {Regime.CASCADE: Engine(), Regime.BATCHED_GEMM: Engine()}
+    variants = GraphVariants(engines, Memory())
+    held, seen = [], []
+    for size in (8, 4):
+        variants.capture(size, held.append, lambda label: seen.append((label, held[-1])))
+    assert [label for label, _ in seen] == ["granikv-cascade", "granikv-batched_gemm"] * 2
+    plans = [plan for _, plan in seen]
+    assert [plan.rows for plan in plans] == [8, 8, 4, 4]
+    assert all(plan.shared and not plan.items and plan.version < 0 for plan in plans)
+    assert len({plan.version for plan in plans}) == 4
+    assert held[1::2] == [None] * 4
+    cost = variants.cost()
+    assert (cost["captured"], cost["mib"]) == ({"cascade": 2, "batched_gemm": 2}, 12.0)
+    with caplog.at_level(logging.INFO):
+        variants.report()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "4 graph variants (2 cascade, 2 batched_gemm)" in line and "12 MiB" in line
+
+
+def test_an_engine_that_is_not_safe_in_graphs_gets_none(caplog):
+    variants = GraphVariants({Regime.CASCADE: Engine(graph_safe=False)}, Memory())
+    variants.capture(4, pytest.fail, pytest.fail)
+    with caplog.at_level(logging.INFO):
+        variants.report()
+    assert variants.cost() == {"captured": {}, "seconds": 0.0, "mib": 0.0} and not caplog.records
+
+
+def test_a_failed_capture_leaves_no_plan_behind():
+    variants = GraphVariants({Regime.CASCADE: Engine()}, Memory())
+    held = []
+
+    def fail(label):
+        raise MemoryError(label)
+
+    with pytest.raises(MemoryError):
+        variants.capture(4, held.append, fail)
+    assert held[-1] is None
+
+
+class Runner:
+    def __init__(self, backend):
+        self.attn_backend = backend
+
+
+def test_the_runtime_captures_after_sglang_and_replays_the_label_of_the_plan():
+    runtime = Runtime(GraniKVConfig())
+    backend, _ = backend_of({})
+    runner, captured = Runner(backend), []
+
+    def original(_runner, size, _forward, _stream=None, label=None):
+        captured.append((size, label, runtime._plan.decision.regime if runtime._plan else None))
+
+    runtime._variants = GraphVariants({Regime.CASCADE: Engine(), Regime.BATCHED_GEMM: Engine()}, Memory())
+    runtime.around_capture(original, runner, 16, "forward", None, None)
+    assert captured == [
+        (16, None, None),
+        (16, "granikv-cascade", Regime.CASCADE),
+        (16, "granikv-batched_gemm", Regime.BATCHED_GEMM),
+    ]
+    for regime, label in [(Regime.CASCADE, "granikv-cascade"), (Regime.BATCHED_GEMM, "granikv-batched_gemm")]:
+        runtime._plan = plan_of(regime)
+        assert runtime.around_variant(lambda *_: None, runner, None) == label == label_of(regime)
+    runtime._plan = plan_of(Regime.UNIFORM)
+    assert runtime.around_variant(lambda *_: None, runner, None) is None
+    # A graph of SGLang's own has no shared twin.
+    runtime._plan = plan_of(Regime.CASCADE)
+    assert runtime.around_variant(lambda *_: "lora", runner, None) == "lora"
+    assert runtime._plan is None
+    # Another backend's runner is none of our business.
+    captured.clear()
+    runtime.around_capture(original, Runner(Stock()), 16, "forward", None, None)
+    assert captured == [(16, None, None)]
