@@ -1,4 +1,4 @@
-"""What GraniKV adds to the HTTP process: the live page, and HOT tokens in ``usage``. It has a table of hooks of its own.
+"""What GraniKV adds to the HTTP process: the live page, and HOT tokens in ``usage``. It has its own table of hooks.
 
 The HTTP server runs in the process that was started first; schedulers and detokenizers are its children and need none
 of this, nor the imports that come with it.

@@ -4,6 +4,7 @@
   const STATE = location.pathname.replace(/\/$/, "") + "/state";
   const EVERY_MS = 1000;
   const WINDOW_S = 120;
+  const CHANCE_TOKENS = 8;
   const REGIMES = [
     ["uniform", "each request alone (stock)"],
     ["cascade", "shared, few readers (cascade)"],
@@ -64,7 +65,7 @@
     }
     at("share").textContent = passes === 0 ? "–" : Math.round((100 * shared) / passes) + " %";
     at("share-of").textContent = passes === 0 ? "no steps in the last minute" : `${number(shared)} of ${number(passes)}, last minute`;
-    const hot = state.forest.nodes.filter((n) => n.hot).length;
+    const hot = flat(pieces(state.forest.nodes)).filter((piece) => piece.hot).length;
     at("hot").textContent = number(hot);
     at("hot-of").textContent = `${count(state.pool.hot, "token")}, ${percent(state.pool.hot, state.pool.slots)} of memory`;
   }
@@ -74,19 +75,49 @@
     return (value > 0 && value < 1 ? "below 1" : Math.round(value)) + " %";
   }
 
+  // What a person takes for one piece of prompt may be several nodes: a long prompt is read in chunks, and a request
+  // that left may have split it. Nodes one below the other with the same requests are shown as one. A COLD node of a few
+  // tokens is chance ("What ..."): its requests count as going on alone.
+  function pieces(nodes) {
+    const byNode = new Map(nodes.map((n) => [n.node, { ...n, runs: n.hot ? [[n.start, n.start + n.tokens]] : [], below: [] }]));
+    const top = [];
+    for (const piece of byNode.values()) (byNode.get(piece.parent) || { below: top }).below.push(piece);
+    for (const piece of [...byNode.values()].reverse()) {
+      for (const small of piece.below.filter((b) => !b.hot && b.tokens < CHANCE_TOKENS && b.below.length === 0)) {
+        piece.below.splice(piece.below.indexOf(small), 1);
+        piece.private_requests += small.private_requests;
+        piece.private_tokens += small.private_tokens + small.members * small.tokens;
+      }
+      const only = piece.below[0];
+      if (piece.below.length === 1 && only.members === piece.members && only.hot === piece.hot && piece.private_requests === 0) {
+        const { tokens, private_requests, private_tokens, runs, below } = only;
+        Object.assign(piece, { tokens: piece.tokens + tokens, private_requests, private_tokens, below });
+        for (const [start, stop] of runs) {
+          const end = piece.runs[piece.runs.length - 1];
+          if (end && end[1] === start) end[1] = stop;
+          else piece.runs.push([start, stop]);
+        }
+      }
+    }
+    return top.filter((p) => p.hot || p.tokens >= CHANCE_TOKENS || p.below.length > 0);
+  }
+
+  function flat(list) { return list.flatMap((piece) => [piece, ...flat(piece.below)]); }
+
   function forest(value) {
     const root = at("forest");
     root.replaceChildren();
-    const longest = Math.max(1, ...value.nodes.map((n) => n.tokens));
-    const places = new Map();
-    for (const node of value.nodes) {
-      const element = row(node, longest);
+    const top = pieces(value.nodes);
+    const longest = Math.max(1, ...flat(top).map((piece) => piece.tokens));
+    const hang = (piece, place) => {
+      const element = row(piece, longest);
       const below = make("div", "children");
       element.append(below);
-      places.set(node.node, below);
-      (places.get(node.parent) || root).append(element);
-    }
-    if (value.nodes.length === 0) root.append(make("p", "empty", "Nothing is shared at this moment. Send two requests whose prompts begin alike."));
+      place.append(element);
+      for (const next of piece.below) hang(next, below);
+    };
+    for (const piece of top) hang(piece, root);
+    if (top.length === 0) root.append(make("p", "empty", "Nothing is shared at this moment. Send two requests whose prompts begin alike."));
     if (value.omitted > 0) root.append(make("p", "alone", `and ${number(value.omitted)} more`));
     if (value.private_requests > 0) {
       root.append(make("p", "alone", `${count(value.private_requests, "request shares", "requests share")} nothing (${count(value.private_tokens, "token")})`));
@@ -100,14 +131,14 @@
     head.append(make("span", "badge", node.hot ? "HOT" : "not HOT"));
     head.append(make("strong", "", count(node.tokens, "token")));
     head.append(make("span", "", node.members === 0 ? "kept, nobody uses it now" : "used by " + count(node.members, "request")));
-    if (node.hot) head.append(make("span", "sub", `slots ${number(node.start)} to ${number(node.start + node.tokens - 1)}`));
+    if (node.hot) head.append(make("span", "sub", "slots " + node.runs.map(([from, to]) => `${number(from)} to ${number(to - 1)}`).join(", ")));
     const bar = make("div", "bar");
     bar.style.width = (100 * node.tokens) / longest + "%";
     element.append(head, bar);
     if (node.text) element.append(make("p", "words", `“${node.text.trim()} …”`));
     if (node.private_requests > 0) {
-      const goes = count(node.private_requests, "request goes", "requests go");
-      element.append(make("p", "alone", `${goes} on alone from here, with ${count(node.private_tokens, "token")} of their own`));
+      const [goes, own] = node.private_requests === 1 ? ["request goes", "its"] : ["requests go", "their"];
+      element.append(make("p", "alone", `${number(node.private_requests)} ${goes} on alone from here, with ${count(node.private_tokens, "token")} of ${own} own`));
     }
     return element;
   }
