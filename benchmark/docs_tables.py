@@ -75,6 +75,7 @@ ADVICE: Mapping[str, str] = {
 
 ADAPTERS = (
     ("granikv_sglang.pools.allocator", "ElasticAllocator"),
+    ("granikv_sglang.tree.lean", "LeanRadixCache"),
     ("granikv_sglang.tree.radix", "GraniRadixCache"),
     ("granikv_sglang.backends.attention", "GraniKVAttnBackend"),
     ("granikv_sglang.plugin.platform", "GraniCpuPlatform"),

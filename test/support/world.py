@@ -62,8 +62,16 @@ class FakeReq:
     def tokens(self) -> array:
         return self.origin_input_ids + self.output_ids
 
+    @property
+    def full_untruncated_fill_ids(self) -> array:
+        return self.tokens
+
+    @property
+    def extend_range(self) -> SimpleNamespace:
+        return SimpleNamespace(end=self.filled)
+
     def get_fill_ids(self) -> array:
-        return self.tokens[: self.filled]
+        return self.full_untruncated_fill_ids[: self.extend_range.end]
 
 
 def contents(tokens: array, extra_key: str | None) -> list[int]:
@@ -76,9 +84,18 @@ def contents(tokens: array, extra_key: str | None) -> list[int]:
 
 
 class World:
-    """Drives allocator, tree and promoter the way SGLang's scheduler does; every step can be audited."""
+    """Drives allocator, tree and promoter the way SGLang's scheduler does; every step can be audited.
 
-    def __init__(self, slots: int = 2048, **options: int) -> None:
+    Args:
+        slots: of the pool.
+        tree: class of the tree.
+        events: whether the tree queues SGLang's KV events.
+        options: of the configuration.
+    """
+
+    def __init__(
+        self, slots: int = 2048, tree: type[GraniRadixCache] = GraniRadixCache, events: bool = False, **options: int
+    ) -> None:
         self.pool = SimpleNamespace(
             k_buffer=[torch.zeros(slots + 1, dtype=torch.int64)], v_buffer=[torch.zeros(slots + 1, dtype=torch.int64)]
         )
@@ -86,9 +103,13 @@ class World:
         self.allocator = ElasticAllocator(slots, torch.int64, "cpu", self.pool)
         self.counters = Counters()
         params = CacheInitParams(
-            disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=1
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+            enable_kv_cache_events=events,
         )
-        self.tree = GraniRadixCache(params, self.counters)
+        self.tree = tree(params, self.counters)
         self.config = GraniKVConfig(**{"min_tokens": 32, **options})
         self.promoter = Promoter(self.tree, self.config, self.counters)
         self.live: list[FakeReq] = []
@@ -97,9 +118,11 @@ class World:
 
     # -- what a scheduler does -----------------------------------------------------------------------------------------
 
-    def admit(self, tokens: array, extra_key: str | None = None, max_new: int = 64) -> FakeReq | None:
+    def admit(
+        self, tokens: array, extra_key: str | None = None, max_new: int = 64, priority: int = 0
+    ) -> FakeReq | None:
         """Match, lock, and take a row; nothing is computed yet. None when no row or no memory is left."""
-        req = FakeReq(f"r{self._next}", tokens, extra_key, max_new)
+        req = FakeReq(f"r{self._next}", tokens, extra_key, max_new, priority=priority)
         match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens[: len(tokens) - 1], extra_key)))
         self.check_match(tokens, extra_key, match.device_indices)
         if not self.rows.free:

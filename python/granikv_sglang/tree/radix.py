@@ -1,20 +1,22 @@
 """GraniRadixCache: SGLang's radix tree, with long shared root paths swung onto contiguous HOT spans.
 
-Thin adapter: matching, locking, insertion and eviction stay upstream's. What is added is a table from node to span,
-kept right through split, eviction and flush, and the promotion that swings a path onto an extent.
+Thin adapter: matching, locking, insertion and eviction stay upstream's (:mod:`granikv_sglang.tree.lean` shortens their
+walks). What is added is a table from node to span, kept right through split, eviction and flush, and the promotion that
+swings a path onto an extent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from granikv_sglang.core import Counters, Decline, Span
 from granikv_sglang.pools.allocator import ElasticAllocator
+from granikv_sglang.tree.lean import LeanRadixCache
 from granikv_sglang.tree.policy import NodeView, Segment
 from granikv_sglang.tree.room import BLOCKED, FREE, least_recent_window
 
@@ -25,7 +27,7 @@ CopySlots = Callable[[torch.Tensor, torch.Tensor], None]
 """``copy(source_slots, destination_slots)`` moves K and V of all layers on the stream that runs forwards."""
 
 
-class GraniRadixCache(RadixCache):
+class GraniRadixCache(LeanRadixCache):
     """Radix cache whose nodes are HOT (one contiguous span each) or COLD (any slots).
 
     A HOT node's parent is HOT or the root, so HOT covers a leading span of every request. ``epoch`` changes whenever
@@ -67,12 +69,6 @@ class GraniRadixCache(RadixCache):
             self.epoch += 1
 
     # -- what the planner and the policy read --------------------------------------------------------------------------
-
-    def upwards(self, node: TreeNode) -> Iterator[TreeNode]:
-        """``node`` and its ancestors, the root left out, deepest first."""
-        while node is not self.root_node:
-            yield node
-            node = node.parent
 
     def hot_path(self, node: TreeNode | None) -> tuple[tuple[int, Span], ...]:
         """``(node id, span)`` of the HOT nodes on the way from the root to ``node``, top first: a leading span."""
@@ -145,6 +141,7 @@ class GraniRadixCache(RadixCache):
             node.value = new[at - start : at - start + length]
             self.hot[node.id] = Span(at, length)
             at += length
+        self.forget_paths()
         self.epoch += 1
         self.counters.promotions += 1
         self.counters.extended_promotions += offset > 0
