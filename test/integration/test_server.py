@@ -15,6 +15,7 @@ import pytest
 
 from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.demo.servers import free_ports
+from granikv_sglang.plugin.front import FRONT_TABLE
 from granikv_sglang.plugin.hooks import TABLE
 
 
@@ -112,7 +113,7 @@ sys.exit(main(["--model-path", {str(model)!r}, "--port", "0"]))
 def test_the_doctor_reports_every_hook(model):
     done = command("-m", "granikv_sglang.doctor")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("landed") == len(TABLE)
+    assert done.stdout.count("landed") == len(TABLE) + len(FRONT_TABLE)
     assert "all is well" in done.stdout
 
 

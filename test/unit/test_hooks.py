@@ -7,6 +7,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from granikv_sglang.core import GraniKVError
+from granikv_sglang.plugin.front import FRONT_TABLE, Front
 from granikv_sglang.plugin.hooks import TABLE, Hook, Recorder
 from granikv_sglang.plugin.runtime import Runtime
 
@@ -105,9 +106,36 @@ def test_two_rows_on_one_target_and_a_second_registration_are_refused(upstream):
         recorder.register()
 
 
-def test_every_row_of_the_table_matches_the_installed_sglang():
-    for hook in TABLE:
+def test_a_class_is_replaced_by_a_subclass_and_checked_by_its_fields(upstream):
+    class Base:
+        usage: int = 0
+
+    upstream.Answer = Base
+
+    class Owner:
+        class Better(Base):
+            pass
+
+    def named(field):
+        return Recorder(Owner(), [Hook(f"{MODULE}.Answer", HookType.REPLACE, "Better", (field,), "why", "until")])
+
+    with_gone = named("gone")
+    with_gone.register()
+    with pytest.raises(GraniKVError, match="no field gone"):
+        with_gone.require_landed()
+    recorder = named("usage")
+    recorder.register()
+    with pytest.raises(GraniKVError, match="not in place"):
+        recorder.require_landed()
+    HookRegistry.apply_hooks()
+    assert upstream.Answer is Owner.Better
+    recorder.require_landed()
+
+
+@pytest.mark.parametrize(("table", "owner"), [(TABLE, Runtime), (FRONT_TABLE, Front)], ids=["scheduler", "http"])
+def test_every_row_of_a_table_matches_the_installed_sglang(table, owner):
+    for hook in table:
         assert Recorder._signature_problem(hook) == ""
-        assert callable(getattr(Runtime, hook.handler))
+        assert callable(getattr(owner, hook.handler))
         assert hook.why.endswith(".")
         assert hook.until.endswith(".")

@@ -10,8 +10,11 @@ class Regime(StrEnum):
     """How one forward pass computes attention (design section 6)."""
 
     UNIFORM = "uniform"
+    """SGLang's stock backend: every request reads its whole context."""
     CASCADE = "cascade"
+    """Each shared prefix is read once for all its requests; reading it is what the pass costs."""
     BATCHED_GEMM = "batched_gemm"
+    """Each shared prefix is read once for all its requests, as one large product; computing is what the pass costs."""
 
 
 class Reason(StrEnum):
