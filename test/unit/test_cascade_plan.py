@@ -54,7 +54,7 @@ def paged_attention(q, k_cache, v_cache, qo_indptr, kv_indptr, slots, scale):
 @pytest.mark.parametrize("paths", PATHS)
 @pytest.mark.parametrize("padding", [0, 3])
 def test_a_pass_followed_by_hand_is_attention(paths, padding):
-    """Prefix pass, tail pass and merge, each by its reference, from the arrays alone; rows past the plan are padding."""
+    """Prefix pass, tail pass and merge, each by its reference, from the arrays alone; rows past the plan are padded."""
     torch.manual_seed(3)
     items, n = build_items(paths), len(paths)
     coverage, rows = coverage_of(items, n).astype(np.int32), n + padding

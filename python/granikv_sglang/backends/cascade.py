@@ -96,12 +96,12 @@ class PagedPass:
         )
         # The scale is given to each run: plan() would fix it here.
         self._wrapper.plan(*host, *self._heads, sm_scale=1.0, **self._types)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._mark()
 
     def plan(self, qo_indptr: Ints, kv_indptr: Ints) -> None:
         """Plan on the host and copy to the device asynchronously; the device buffers hold the same two arrays."""
-        if not self._copied.query():
+        if self._copied is not None and not self._copied.query():
             # FlashInfer's pinned array is still on its way from the plan before: only when the host is far ahead.
             self._copied.synchronize()
         kv_lens = np.diff(kv_indptr)
@@ -111,7 +111,11 @@ class PagedPass:
             kv_lens_host=torch.from_numpy(kv_lens), max_q_len=int(np.diff(qo_indptr).max()),
             max_kv_len=int(kv_lens.max()),
         )  # fmt: skip
-        self._copied.record()
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._copied is not None:
+            self._copied.record()
 
     def run(
         self,
