@@ -18,6 +18,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+if TYPE_CHECKING:
+    from granikv_sglang.plugin.hooks import Hook
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "granikv_sglang"
@@ -26,10 +30,20 @@ WITHOUT_HOOK: Mapping[str, str] = {
     "build_allocator": "SGLang's own allocator would be built: it has no contiguous runs, nothing could be promoted.",
     "at_safe_point": "Nothing would ever be promoted.",
     "around_run_batch": "Every pass would be UNIFORM: correct, and no faster than stock.",
+    "after_cached_tokens": "Serving would be right, but `usage` would not say how many cached tokens were HOT.",
     "after_internal_state": "Serving would be right, but nobody could see what HOT does.",
     "around_capture": "On a GPU a shared pass would have no graph to replay.",
     "around_variant": "On a GPU a shared pass would replay the stock graph and read metadata that nobody set up.",
     "around_support_triton": "SGLang would take Triton code paths on a machine without a GPU, and fail there.",
+    "before_http_server": "There would be no live page; `/server_info` would still carry the state.",
+    "after_api_key": "A browser could not open the live page of a server with an API key.",
+    "before_batch_output": "`usage` would not say how many cached tokens were HOT.",
+    "around_response_usage": "`usage` would not say how many cached tokens were HOT.",
+    "around_streaming_usage": "`usage` would not say how many cached tokens were HOT.",
+    "HotChatResponse": "The number would be made and not printed.",
+    "HotChatStreamResponse": "The number would be made and not printed.",
+    "HotCompletionResponse": "The number would be made and not printed.",
+    "HotCompletionStreamResponse": "The number would be made and not printed.",
 }
 """Handler of a hook -> what would be lost or wrong if the server ran without it."""
 
@@ -104,14 +118,25 @@ def hooks() -> str:
     """Every row of the hook table."""
     from granikv_sglang.plugin.hooks import TABLE  # noqa: PLC0415  (imports SGLang, seconds)
 
+    return _hooks(TABLE)
+
+
+def front_hooks() -> str:
+    """Every row of the HTTP process's hook table."""
+    from granikv_sglang.plugin.front import FRONT_TABLE  # noqa: PLC0415  (imports SGLang, seconds)
+
+    return _hooks(FRONT_TABLE)
+
+
+def _hooks(rows: Iterable[Hook]) -> str:
     def short(target: str) -> str:
         return f"`{target.removeprefix('sglang.srt.')}`"
 
-    rows = [
+    cells = [
         (short(h.target), h.kind.value, h.why, h.until, _said(WITHOUT_HOOK, h.handler, "the hook handled by"))
-        for h in TABLE
+        for h in rows
     ]
-    return table(("target, below `sglang.srt`", "kind", "why", "can go when", "without it"), rows)
+    return table(("target, below `sglang.srt`", "kind", "why", "can go when", "without it"), cells)
 
 
 def adapters() -> str:
@@ -212,30 +237,48 @@ def _flag(text: str) -> str:
 
 
 def metrics() -> str:
-    """Every Prometheus metric, from the calls in plugin/metrics.py (making them would register them for good)."""
-    from granikv_sglang.plugin.metrics import _PLAIN  # noqa: PLC0415
+    """Every Prometheus metric."""
+    from granikv_sglang.plugin.metrics import METRICS  # noqa: PLC0415  (imports SGLang, seconds)
 
-    rows = [(f"`granikv_{name}_total`", "counter", "", text) for name, text in _PLAIN.items()]
-    for call in ast.walk(ast.parse((PACKAGE / "plugin" / "metrics.py").read_text())):
-        if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("Counter", "Gauge"):
-            continue
-        name, text, *more = (_strings(argument) for argument in call.args)
-        if name and text:
-            labels = ", ".join(f"`{label}`" for label in more[0])
-            rows.append((f"`{name[0]}`", ast.unparse(call.func).lower(), labels, text[0]))
+    rows = [
+        (f"`{m.name}`", "counter" if m.is_counter else "gauge", ", ".join(f"`{x}`" for x in m.labels), m.text)
+        for m in METRICS
+    ]
     return table(("metric", "kind", "own labels", "meaning"), rows)
 
 
-def _strings(node: ast.expr) -> list[str]:
-    """A string constant, or the string constants of a list; anything else counts for nothing."""
-    parts = node.elts if isinstance(node, ast.List) else [node]
-    return [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+# -- docs/state.md ----------------------------------------------------------------------------------------------------
+
+
+def page_state() -> str:
+    """Every field of the answer of ``/granikv/state``, one table a kind of object."""
+    from granikv_sglang.plugin.page import schema  # noqa: PLC0415
+
+    kinds = (schema.PageState, schema.Pool, schema.Forest, schema.Node, schema.SlotMap, schema.Second)
+    parts = []
+    for cls in (*kinds, schema.DecisionRun):
+        rows = [
+            (f"`{name}`", _type(field.annotation), field.description or _summary(field.annotation))
+            for name, field in cls.model_fields.items()
+        ]
+        parts.append(f"### {cls.__name__}\n{_summary(cls)}\n\n{table(('field', 'type', 'meaning'), rows)}")
+    return "\n\n".join(parts)
+
+
+def _type(annotation: object) -> str:
+    text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    return f"`{text.replace('granikv_sglang.plugin.page.schema.', '')}`"
+
+
+def _summary(cls: object) -> str:
+    return (inspect.getdoc(cls) or "").splitlines()[0]
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 FILES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "upstream": {"hooks": hooks, "adapters": adapters},
+    "upstream": {"hooks": hooks, "front-hooks": front_hooks, "adapters": adapters},
+    "state": {"page-state": page_state},
     "configuration": {
         "flags": flags, "reasons": reasons, "declines": declines, "refusals": refusals, "metrics": metrics,
     },

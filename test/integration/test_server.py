@@ -58,8 +58,8 @@ def test_prometheus_counters_are_served(granikv):
     for name in (
         "granikv_promotions_total",
         "granikv_forward_passes_total",
-        "granikv_prefix_bytes_not_reread_total",
-        "granikv_hot_tokens",
+        "granikv_prefix_not_reread_bytes_total",
+        "granikv_slots",
     ):
         assert name in text
 

@@ -1,25 +1,74 @@
-"""Prometheus counters of one scheduler process, published under ``--enable-metrics``.
+"""Prometheus metrics of one scheduler process, published under ``--enable-metrics``.
 
 SGLang runs prometheus_client in multi-process mode: what a scheduler counts here appears at the server's /metrics.
+Names follow Prometheus' conventions: counters where a rate is wanted, ending in ``_total``, the unit before that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge
 
 from granikv_sglang.core import Counters
 from granikv_sglang.tree.radix import GraniRadixCache
 
-_PLAIN = {
-    "promotions": "Shared prefixes copied into the HOT arena.",
-    "promoted_tokens": "Tokens copied into the HOT arena.",
-    "hot_evictions": "HOT nodes evicted.",
-    "hot_evicted_tokens": "Tokens of HOT nodes evicted.",
-    "room_evictions": "Unlocked nodes evicted to make a contiguous run.",
-    "hot_prefill_tokens": "Cached tokens that prefills read as dense HOT stretches.",
-}
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: its name, what it counts, and the labels it has besides ``model_name`` and ``tp_rank``.
+
+    ``counter`` names the field of :class:`Counters` it follows; empty for the labelled ones and for gauges.
+    """
+
+    name: str
+    text: str
+    labels: tuple[str, ...] = ()
+    counter: str = ""
+
+    @property
+    def is_counter(self) -> bool:
+        return self.name.endswith("_total")
+
+
+_PASSES = Metric("granikv_forward_passes_total", "Forward passes by regime and reason.", ("regime", "reason"))
+_DECLINES = Metric("granikv_promotion_declines_total", "Shared prefixes not promoted, by reason.", ("reason",))
+_SLOTS = Metric("granikv_slots", "KV slots by state: hot, cold (in use or cached) and free.", ("state",))
+_NODES = Metric("granikv_hot_nodes", "HOT radix nodes.")
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "granikv_prefix_not_reread_bytes_total",
+        "K and V bytes of shared prefix that decode did not read again.",
+        counter="bytes_not_reread",
+    ),
+    _PASSES,
+    Metric("granikv_shared_rows_total", "Requests of shared passes, one count a pass.", counter="shared_rows"),
+    Metric("granikv_promotions_total", "Shared prefixes copied into the HOT arena.", counter="promotions"),
+    Metric("granikv_promoted_tokens_total", "Tokens copied into the HOT arena.", counter="promoted_tokens"),
+    Metric(
+        "granikv_extended_promotions_total", "Promotions that continue a HOT prefix.", counter="extended_promotions"
+    ),
+    _DECLINES,
+    Metric(
+        "granikv_hot_prefill_tokens_total",
+        "Cached tokens that prefills read as dense HOT stretches.",
+        counter="hot_prefill_tokens",
+    ),
+    Metric("granikv_hot_splits_total", "HOT nodes split in two, without a copy.", counter="hot_splits"),
+    Metric("granikv_hot_evictions_total", "HOT nodes evicted.", counter="hot_evictions"),
+    Metric("granikv_hot_evicted_tokens_total", "Tokens of HOT nodes evicted.", counter="hot_evicted_tokens"),
+    Metric(
+        "granikv_room_evictions_total", "Unlocked nodes evicted to make a contiguous run.", counter="room_evictions"
+    ),
+    Metric("granikv_plans_built_total", "Decode plans made because membership changed.", counter="plans_built"),
+    Metric("granikv_plans_reused_total", "Decode passes that took the last plan as it was.", counter="plans_reused"),
+    Metric("granikv_audits_total", "Proofs of slot conservation (--granikv-audit).", counter="audits"),
+    _SLOTS,
+    _NODES,
+)
+"""Every metric, in the order of the documentation."""
 
 
 class Metrics:
@@ -32,37 +81,32 @@ class Metrics:
     def __init__(self, model_name: str, tp_rank: int) -> None:
         self._labels = {"model_name": model_name, "tp_rank": str(tp_rank)}
         names = list(self._labels)
-        self._plain = {k: Counter(f"granikv_{k}_total", text, names) for k, text in _PLAIN.items()}
-        self._bytes = Counter(
-            "granikv_prefix_bytes_not_reread_total", "K and V bytes of shared prefix that were not read again.", names
-        )
-        self._steps = Counter(
-            "granikv_forward_passes_total", "Forward passes by regime and reason.", [*names, "regime", "reason"]
-        )
-        self._declines = Counter(
-            "granikv_promotion_declines_total", "Shared prefixes not promoted, by reason.", [*names, "reason"]
-        )
-        self._hot_tokens = Gauge(
-            "granikv_hot_tokens", "Tokens in the HOT arena.", names, multiprocess_mode="mostrecent"
-        )
-        self._hot_nodes = Gauge("granikv_hot_nodes", "HOT radix nodes.", names, multiprocess_mode="mostrecent")
+        self._counters = {m: Counter(m.name, m.text, [*names, *m.labels]) for m in METRICS if m.is_counter}
+        self._gauges = {
+            m: Gauge(m.name, m.text, [*names, *m.labels], multiprocess_mode="mostrecent")
+            for m in METRICS
+            if not m.is_counter
+        }
         self._last: dict[Hashable, int] = {}
 
     def publish(self, counters: Counters, tree: GraniRadixCache) -> None:
         """Bring Prometheus up to date; cheap when nothing has changed."""
-        for name, metric in self._plain.items():
-            self._add(metric.labels(**self._labels), name, getattr(counters, name))
-        self._add(self._bytes.labels(**self._labels), "bytes", counters.bytes_not_reread)
+        for metric in self._counters:
+            if metric.counter:
+                self._add(metric, getattr(counters, metric.counter))
         for (regime, reason), count in counters.steps.items():
-            labels = {**self._labels, "regime": regime.value, "reason": reason.value}
-            self._add(self._steps.labels(**labels), (regime, reason), count)
+            self._add(_PASSES, count, regime=regime.value, reason=reason.value)
         for decline, count in counters.declines.items():
-            self._add(self._declines.labels(**self._labels, reason=decline.value), decline, count)
-        self._hot_tokens.labels(**self._labels).set(tree.hot_tokens())
-        self._hot_nodes.labels(**self._labels).set(len(tree.hot))
+            self._add(_DECLINES, count, reason=decline.value)
+        hot, free = tree.hot_tokens(), tree.allocator.available_size()
+        for state, slots in {"hot": hot, "free": free, "cold": tree.allocator.size - hot - free}.items():
+            self._gauges[_SLOTS].labels(**self._labels, state=state).set(slots)
+        self._gauges[_NODES].labels(**self._labels).set(len(tree.hot))
 
-    def _add(self, metric: Counter, key: Hashable, total: int) -> None:
+    def _add(self, metric: Metric, total: int, **labels: str) -> None:
+        key = (metric, *labels.values())
         added = total - self._last.get(key, 0)
-        if added:
-            metric.inc(added)
+        # A counter of zero is published as well: a rate needs its first point before the first event.
+        if added or key not in self._last:
+            self._counters[metric].labels(**self._labels, **labels).inc(added)
             self._last[key] = total
