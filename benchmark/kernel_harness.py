@@ -113,8 +113,13 @@ def rms_ratio(value: torch.Tensor, expected: torch.Tensor) -> float:
     return ((value.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def time_graph(record: Callable[[], None], calls: int, repeats: int = 30) -> tuple[float, float, float]:
-    """Median, least and greatest microseconds per call of a recorded function that makes ``calls`` calls."""
+def time_graph(
+    record: Callable[[], None], calls: int, repeats: int = 30, before_replay: Callable[[], None] | None = None
+) -> tuple[float, float, float]:
+    """Median, least and greatest microseconds per call of a recorded function that makes ``calls`` calls.
+
+    ``before_replay`` runs once between the capture and the first replay.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -123,6 +128,8 @@ def time_graph(record: Callable[[], None], calls: int, repeats: int = 30) -> tup
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         record()
+    if before_replay is not None:
+        before_replay()
     for _ in range(3):
         graph.replay()
     times = []

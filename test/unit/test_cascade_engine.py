@@ -163,7 +163,7 @@ def test_capture_small_and_replay_large(engine, monkeypatch, rows):
         world = World(paths, tails, rows, seed=version)
         engine.scratch.poison()
         engine.prepare(plan_of(paths, version), world.batch)
-        assert engine._pass is one
+        assert engine.current is one
         monkeypatch.setattr(one, "_pairs", one.limits.pairs)
         one.list_tails(world.batch)
         world.check(one.run(world.q, world.k, world.v, 0.3))

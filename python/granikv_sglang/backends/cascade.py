@@ -206,12 +206,23 @@ class CascadePass:
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:
         """Launch one layer."""
-        pairs, first = self._pairs, self.limits.pairs
-        queries = self._q[:pairs]
-        gather_rows(q, self._arena["pair_row"], self._arena["count"], queries)
-        self._prefix.run(queries, k_cache, v_cache, sm_scale, self._part_out[:pairs], self._part_lse[:pairs])
-        own = slice(first, first + self._rows)
+        self.run_prefix(q, k_cache, v_cache, sm_scale)
+        self.run_tails(q, k_cache, v_cache, sm_scale)
+        return self.run_merge(q)
+
+    def run_prefix(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> None:
+        """The prefix pass alone: a state for every (item, member)."""
+        pairs = slice(0, self._pairs)
+        gather_rows(q, self._arena["pair_row"], self._arena["count"], self._q[pairs])
+        self._prefix.run(self._q[pairs], k_cache, v_cache, sm_scale, self._part_out[pairs], self._part_lse[pairs])
+
+    def run_tails(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> None:
+        """The tail pass alone: a state for every row."""
+        own = slice(self.limits.pairs, self.limits.pairs + self._rows)
         self._tails.run(q, k_cache, v_cache, sm_scale, self._part_out[own], self._part_lse[own])
+
+    def run_merge(self, q: torch.Tensor) -> torch.Tensor:
+        """The merge alone; ``q`` gives shape and type of the output."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         merge_listed(self._arena["list_ptr"], self._arena["list_part"], self._part_out, self._part_lse, out, self.lse)
         return out
@@ -238,7 +249,8 @@ class CascadeSharedDecode:
         self.scratch = Scratch(geometry.device)
         self._passes: dict[int, CascadePass] = {}
         self._planned: tuple[int, int] | None = None
-        self._pass: CascadePass | None = None
+        self.current: CascadePass | None = None
+        """The pass prepared last."""
         self._batch: DecodeBatch | None = None
 
     def prepare(self, plan: Plan, batch: DecodeBatch) -> None:
@@ -253,7 +265,7 @@ class CascadeSharedDecode:
             self._planned = key
         lens = batch.seq_lens.cpu() if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         one.plan_tails(lens.numpy().astype(np.int64), plan.coverage)
-        self._pass, self._batch = one, batch
+        self.current, self._batch = one, batch
 
     def _pass_for(self, rows: int, context: int, capture: bool) -> CascadePass:
         size = rows if capture or rows in self._passes else 1 << (rows - 1).bit_length()
@@ -262,15 +274,15 @@ class CascadeSharedDecode:
         return self._passes[size]
 
     def begin(self) -> None:
-        assert self._pass is not None and self._batch is not None
-        self._pass.list_tails(self._batch)
+        assert self.current is not None and self._batch is not None
+        self.current.list_tails(self._batch)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> torch.Tensor:
-        assert self._pass is not None
-        return self._pass.run(q, k_cache, v_cache, sm_scale)
+        assert self.current is not None
+        return self.current.run(q, k_cache, v_cache, sm_scale)
 
     @property
     def lse(self) -> torch.Tensor:
         """float32 ``[rows, q_heads]`` of the last layer run, base 2."""
-        assert self._pass is not None
-        return self._pass.lse
+        assert self.current is not None
+        return self.current.lse
