@@ -9,7 +9,6 @@ documentation.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from granikv_sglang.plugin.hooks import Hook
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "python" / "granikv_sglang"
 
 WITHOUT_HOOK: Mapping[str, str] = {
     "build_allocator": "SGLang's own allocator would be built: it has no contiguous runs, nothing could be promoted.",
