@@ -124,8 +124,8 @@ def main() -> None:
         low, high = r["layer_range_us"]
         print(
             f"{r['case']:14s} {r['engine']:8s} {r['layer_us']:7.1f} {f'{low:.1f} - {high:.1f}':>15s} "
-            f"{TARGET.get(r['case'], ''):>7} {STOCK[r['case']]:7d} {r['floor_us']:6.1f} {r['prefix_us']:7.1f} {r['tail_us']:6.1f} "
-            f"{r['merge_us']:6.1f} {r['plan_us']:6.0f} {r['rms_error']:8.1e} {r['lse_error']:8.1e}"
+            f"{TARGET.get(r['case'], ''):>7} {STOCK[r['case']]:7d} {r['floor_us']:6.1f} {r['prefix_us']:7.1f} "
+            f"{r['tail_us']:6.1f} {r['merge_us']:6.1f} {r['plan_us']:6.0f} {r['rms_error']:8.1e} {r['lse_error']:8.1e}"
         )
     print("* measured in another run on this kind of GPU")
 

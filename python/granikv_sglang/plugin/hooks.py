@@ -83,7 +83,7 @@ TABLE: tuple[Hook, ...] = (
         HookType.AROUND,
         "around_capture",
         ("self", "size", "forward", "stream_idx", "variant_label"),
-        "Captures a second graph per batch size, the shared variant, so that an unshared step replays the stock graph.",
+        "Captures one more graph per batch size and shared regime; an unshared step replays the stock graph.",
         "SGLang lets an attention backend name its graph variants.",
     ),
     Hook(
@@ -91,7 +91,7 @@ TABLE: tuple[Hook, ...] = (
         HookType.AROUND,
         "around_variant",
         ("self", "forward_batch"),
-        "Replays the shared variant for a pass whose plan is shared.",
+        "Replays the graph of the plan's regime for a pass whose plan is shared.",
         "SGLang lets an attention backend name its graph variants.",
     ),
     Hook(

@@ -69,7 +69,8 @@ class Runtime:
             counters=self.counters,
             capacity=capacity_of(self._engines),
         )
-        self._variants.report()  # SGLang has captured by now
+        if context.tp_rank == 0:
+            self._variants.report()  # SGLang has captured by now
         if context.server_args.enable_metrics:
             self._metrics = Metrics(context.server_args.served_model_name or "", context.tp_rank)
         return tree
