@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -43,14 +44,21 @@ class Point:
 
 
 POINTS = {
-    "4x16K": Point("4 on 16K", ((16384, 4),)),
-    "16x16K": Point("16 on 16K", ((16384, 16),)),
-    "64x16K": Point("64 on 16K", ((16384, 64),)),
-    "128x16K": Point("128 on 16K", ((16384, 128),)),
     "hetero": Point("8 groups x 16, 2K to 16K", tuple((2048 * (i + 1), 16) for i in range(8))),
     "none": Point("64 x 1K, nothing shared", tuple((1024, 1) for _ in range(64))),
     "small": Point("6 on 400", ((400, 6),)),
 }
+
+
+def point_of(name: str) -> Point:
+    """A named point, or ``REQUESTSxPREFIX`` such as ``64x16K``: that many requests on one prefix."""
+    if name in POINTS:
+        return POINTS[name]
+    found = re.fullmatch(r"(\d+)x(\d+)(K?)", name)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{name!r} is neither one of {', '.join(POINTS)} nor like 64x16K")
+    requests, length, kilo = int(found[1]), int(found[2]), found[3]
+    return Point(f"{requests} on {length}{kilo}", ((length * (1024 if kilo else 1), requests),))
 
 
 class Side:
@@ -150,13 +158,16 @@ def measure(point: Point, sides: list[Side], args: argparse.Namespace) -> dict[s
     after = sides[0].state()["counters"]
     if args.profile is not None:
         for side in sides:
-            side.trace(prompts_of(point, 10**6 + 1, args.private), 2 * FEW, args.profile, point.name.replace(" ", "_"))
+            side.trace(
+                prompts_of(point, 10**6 + 1, args.private), 2 * FEW, args.profile, re.sub(r"\W+", "_", point.name)
+            )
     ours, stock = (side.name for side in sides)
     ratio = [b / a for a, b in zip(steps[ours], steps[stock], strict=True)]
     rate_ratio = [a / b for a, b in zip(rates[ours], rates[stock], strict=True)]
     return {
         "point": point.name,
         "requests": point.requests,
+        "prefix_tokens": [length for length, _ in point.groups],
         "step_ms": {name: round(statistics.median(values), 3) for name, values in steps.items()},
         "step_ms_range": {name: [round(min(v), 3), round(max(v), 3)] for name, v in steps.items()},
         "tokens_per_s": {name: round(statistics.median(values), 1) for name, values in rates.items()},
@@ -200,7 +211,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder with config.json; weights are dummies")
     parser.add_argument("--stock", default="flashinfer", help="the stock backend to compare with and to wrap")
-    parser.add_argument("--points", nargs="+", choices=POINTS, default=["16x16K", "64x16K", "128x16K", "none"])
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        type=point_of,
+        default=[point_of(name) for name in ("16x16K", "64x16K", "128x16K", "none")],
+        help=f"of {', '.join(POINTS)}, or like 64x16K",
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--private", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
@@ -217,8 +234,8 @@ def main() -> int:
     ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
-    for name in args.points:
-        row = {**measure(POINTS[name], sides, args), **provenance(args)}
+    for point in args.points:
+        row = {**measure(point, sides, args), **provenance(args)}
         rows.append(row)
         with args.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
