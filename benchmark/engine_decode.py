@@ -24,7 +24,7 @@ from typing import Any
 import sglang as sgl
 import torch
 
-from granikv_sglang.config import NAME, GraniKVConfig
+from granikv_sglang.config import NAME, REGIMES, GraniKVConfig
 
 RESULTS = Path(__file__).parent / "results"
 FEW = 8
@@ -199,6 +199,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(0) if cuda else "cpu",
         "model": args.model,
         "stock_backend": args.stock,
+        "regime": args.regime,
         "repetitions": args.repetitions,
         "output_tokens": args.tokens,
         "private_tokens": args.private,
@@ -218,6 +219,7 @@ def main() -> int:
         default=[point_of(name) for name in ("16x16K", "64x16K", "128x16K", "none")],
         help=f"of {', '.join(POINTS)}, or like 64x16K",
     )
+    parser.add_argument("--regime", choices=REGIMES, default="auto", help="as --granikv-regime; default: auto")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--private", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
@@ -227,7 +229,7 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, help="folder for a trace of one more run of each point and side")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine_decode.jsonl")
     args = parser.parse_args()
-    GraniKVConfig(min_tokens=256, stock_backend=args.stock).to_env()
+    GraniKVConfig(min_tokens=256, stock_backend=args.stock, regime=args.regime).to_env()
     sides = [
         start("granikv", args, True, attention_backend=NAME, radix_cache_backend=NAME),
         start(args.stock, args, False, attention_backend=args.stock),
@@ -235,7 +237,8 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for point in args.points:
-        row = {**measure(point, sides, args), **provenance(args)}
+        graphs = sides[0].state().get("graphs", {})  # what the variants added to the start
+        row = {**measure(point, sides, args), **provenance(args), "graphs": graphs}
         rows.append(row)
         with args.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
