@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,12 @@ def build_items(paths: Sequence[Path], min_item_tokens: int = 1, min_members: in
     rows_of: dict[int, list[int]] = {}
     spans: dict[int, Span] = {}
     parent: dict[int, int | None] = {}
-    for row, path in enumerate(paths):
+    for path, on_path in _rows_by_path(paths):
         above: int | None = None
         for node_id, span in path:
             if node_id not in rows_of:
                 rows_of[node_id], spans[node_id], parent[node_id] = [], span, above
-            rows_of[node_id].append(row)
+            rows_of[node_id].extend(on_path)
             above = node_id
     items: list[Item] = []
     place: dict[int, int] = {}
@@ -48,8 +48,20 @@ def build_items(paths: Sequence[Path], min_item_tokens: int = 1, min_members: in
                 continue
         place[node_id] = len(items)
         above_item.append(over)
-        items.append(Item(span.start, span.length, tuple(rows), node_id))
+        items.append(Item(span.start, span.length, tuple(sorted(rows)), node_id))
     return _drop_short_ends(items, above_item, min_item_tokens)
+
+
+def _rows_by_path(paths: Sequence[Path]) -> Iterable[tuple[Path, list[int]]]:
+    """Each path once with its rows, by first row. By identity: the tree gives all sharers one object."""
+    found: dict[int, tuple[Path, list[int]]] = {}
+    for row, path in enumerate(paths):
+        entry = found.get(id(path))
+        if entry is None:
+            found[id(path)] = (path, [row])
+        else:
+            entry[1].append(row)
+    return found.values()
 
 
 def _drop_short_ends(items: list[Item], above: list[int | None], min_item_tokens: int) -> tuple[Item, ...]:
@@ -66,7 +78,8 @@ def _drop_short_ends(items: list[Item], above: list[int | None], min_item_tokens
 
 def coverage_of(items: Sequence[Item], rows: int) -> npt.NDArray[np.int32]:
     """int32 ``[rows]``: tokens of each row that its items cover."""
-    coverage = np.zeros(rows, dtype=np.int32)
+    coverage = [0] * rows
     for item in items:
-        coverage[list(item.rows)] += item.tokens
-    return coverage
+        for row in item.rows:
+            coverage[row] += item.tokens
+    return np.array(coverage, dtype=np.int32)

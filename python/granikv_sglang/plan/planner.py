@@ -94,8 +94,7 @@ class Planner:
             decision = Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
         if decision.regime is Regime.UNIFORM:
             return uniform_plan(len(paths), decision.reason, self._version)
-        coverage = coverage_of(items, len(paths)).astype(np.int32)
-        return Plan(decision, items, coverage, self._version)
+        return Plan(decision, items, coverage_of(items, len(paths)), self._version)
 
     def _count(self, plan: Plan) -> None:
         self._counters.steps[(plan.decision.regime, plan.decision.reason)] += 1

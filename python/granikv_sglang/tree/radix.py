@@ -39,6 +39,8 @@ class GraniRadixCache(LeanRadixCache):
     def __init__(self, params: CacheInitParams, counters: Counters) -> None:
         self.hot: dict[int, Span] = {}
         self.epoch = 0
+        self._hot_paths: dict[int, tuple[tuple[int, Span], ...]] = {}
+        self._hot_paths_epoch = -1
         self.counters = counters
         self.allocator: ElasticAllocator = params.token_to_kv_pool_allocator
         super().__init__(params)
@@ -71,11 +73,25 @@ class GraniRadixCache(LeanRadixCache):
     # -- what the planner and the policy read --------------------------------------------------------------------------
 
     def hot_path(self, node: TreeNode | None) -> tuple[tuple[int, Span], ...]:
-        """``(node id, span)`` of the HOT nodes on the way from the root to ``node``, top first: a leading span."""
+        """``(node id, span)`` of the HOT nodes on the way from the root to ``node``, top first: a leading span.
+
+        One object for all who share the path, as long as ``epoch`` stands.
+        """
         if node is None:
             return ()
-        path = [(above.id, self.hot[above.id]) for above in self.upwards(node) if above.id in self.hot]
-        return tuple(reversed(path))
+        # What is above a HOT node is HOT, so the first one met decides. A plain loop: it runs for every request.
+        while node.id not in self.hot:
+            if node is self.root_node:
+                return ()
+            node = node.parent
+        if self._hot_paths_epoch != self.epoch:
+            self._hot_paths_epoch = self.epoch
+            self._hot_paths.clear()
+        path = self._hot_paths.get(node.id)
+        if path is None:
+            nodes = reversed(list(self.upwards(node)))
+            path = self._hot_paths[node.id] = tuple((above.id, self.hot[above.id]) for above in nodes)
+        return path
 
     def views(self, holders: Iterable[tuple[TreeNode, int]]) -> list[NodeView]:
         """Policy views of every node that live requests hold, parents before children.
