@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from granikv_kernels.grouped_decode.config import KernelConfig, PrefixTile, TailTile
-from granikv_kernels.grouped_decode.plan import Limits, plan_step
+from granikv_kernels.grouped_decode.plan import Limits, StepPlan, plan_step
+from granikv_kernels.grouped_decode.shares import SNAP, cut
 
 CONFIG = KernelConfig(PrefixTile(64, 64, 3, 8, 1), PrefixTile(16, 32, 3, 4, 2), 16, 0, TailTile(64, 3, 4, 4))
 
@@ -27,15 +29,17 @@ def _item_of(items: list[tuple[int, int, list[int]]], pair: int) -> int:
     return int(np.searchsorted(ends, pair, side="right"))
 
 
+@pytest.mark.parametrize("equal_shares", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("gqa", [1, 3, 4, 8])
-def test_units_cover_every_pair_once(gqa: int, seed: int) -> None:
+def test_units_cover_every_pair_once(gqa: int, seed: int, equal_shares: bool) -> None:
+    config = dataclasses.replace(CONFIG, equal_shares=equal_shares)
     rng = np.random.default_rng(seed)
     kv_heads, rows, num_sms = 2, 24, 20
     items = _random_items(rng, int(rng.integers(0, 6)), rows)
     pairs = max(1, sum(len(m) for _, _, m in items))
-    limits = Limits.of(rows, max(1, len(items)), pairs, gqa, kv_heads, num_sms, CONFIG)
-    step = plan_step(items, gqa, kv_heads, num_sms, CONFIG, limits)
+    limits = Limits.of(rows, max(1, len(items)), pairs, gqa, kv_heads, num_sms, config)
+    step = plan_step(items, gqa, kv_heads, num_sms, config, limits)
     assert step.units.shape[0] <= limits.units and step.parts <= limits.parts
     live = [item for item in items if item[1] > 0 and item[2]]
     flat = [(i, row) for i, (_, _, members) in enumerate(live) for row in members]
@@ -44,6 +48,9 @@ def test_units_cover_every_pair_once(gqa: int, seed: int) -> None:
     scored: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     written = np.zeros((step.parts, kv_heads * gqa), np.int32)
     for u, (first, slots, first_pair, first_row, end_row, kv_head, split, _) in enumerate(step.units.tolist()):
+        if slots == 0:
+            assert equal_shares and first_row == end_row  # keeps the step of a program that has nothing left
+            continue
         tile = CONFIG.wide if u < step.wide else CONFIG.narrow
         assert slots > 0 and 0 < end_row - first_row <= tile.block_m
         assert (len(live[_item_of(live, first_pair)][2]) * gqa > CONFIG.narrow_rows) == (u < step.wide)
@@ -104,3 +111,56 @@ def test_little_narrow_work_goes_to_the_wide_grid() -> None:
     limits = Limits.of(4, 1, 4, 4, 8, 132, config)
     step = plan_step([(256, 16384, [0, 1, 2, 3])], 4, 8, 132, config, limits)
     assert step.wide == step.units.shape[0] > 0
+
+
+def _groups(lengths: list[int], members: int) -> list[tuple[int, int, list[int]]]:
+    return [(i * 20000, n, list(range(i * members, (i + 1) * members))) for i, n in enumerate(lengths)]
+
+
+def _longest(step: StepPlan, programs: int, block_n: int, overhead: float) -> float:
+    """Cost in tiles of the program that ends last, over the tiles of all."""
+    tiles = -(-step.units[:, 1] // block_n)
+    cost = np.zeros(programs)
+    np.add.at(cost, np.arange(tiles.size) % programs, tiles + overhead * (tiles > 0))
+    return float(cost.max() / (tiles.sum() / programs))
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        pytest.param(_groups([2048 * (i + 1) for i in range(8)], 16), id="8 x 16"),
+        pytest.param(_groups([16384, 12288, 8192, 4096], 16), id="4 x 16"),
+        pytest.param(_groups([1024] * 40 + [16384], 3), id="many short, one long"),
+    ],
+)
+@pytest.mark.parametrize("narrow_rows", [0, 64])
+def test_equal_shares_end_sooner(items: list[tuple[int, int, list[int]]], narrow_rows: int) -> None:
+    costs = []
+    rows = sum(len(members) for _, _, members in items)
+    for equal_shares in (False, True):
+        config = dataclasses.replace(KernelConfig(), narrow_rows=narrow_rows, equal_shares=equal_shares)
+        limits = Limits.of(rows, len(items), rows, 4, 8, 132, config)
+        step = plan_step(items, 4, 8, 132, config, limits)
+        assert step.units.shape[0] <= limits.units and step.parts <= limits.parts
+        tile = config.narrow if narrow_rows else config.wide
+        assert step.wide == (0 if narrow_rows else step.units.shape[0])
+        costs.append(_longest(step, 132 * tile.ctas_per_sm, tile.block_n, config.unit_overhead))
+    assert costs[1] < costs[0] or (len(items) > 8 and costs[1] == costs[0])  # many short items balance as they are
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_is_cut_into_equal_shares(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tiles = rng.integers(1, 300, int(rng.integers(1, 30)))
+    count, overhead = int(rng.integers(1, 40)), 6.0
+    shares = cut(tiles, count, overhead)
+    at = [0] * tiles.size
+    for item, split, first, end in zip(shares.item, shares.split, shares.first, shares.end, strict=True):
+        assert first == at[item] < end and split <= shares.splits[item]
+        at[item] = int(end)
+    assert at == tiles.tolist()
+    assert shares.splits.sum() == shares.item.size and shares.share.max() < count
+    for share in range(count):
+        assert shares.turn[shares.share == share].tolist() == list(range(int((shares.share == share).sum())))
+    # An equal part of everything, one overhead for a start within an item, and what snapping moves.
+    assert shares.span <= (tiles.sum() + overhead * tiles.size) / count + overhead + 2 * SNAP + 1

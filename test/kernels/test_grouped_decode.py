@@ -43,6 +43,26 @@ def test_every_case(case: DecodeCase, device: str) -> None:
     assert_lse(op.lse[: case.rows], lse, LSE_BOUND)
 
 
+@pytest.mark.parametrize("narrow_rows", [0, 16])
+def test_equal_shares(narrow_rows: int, device: str) -> None:
+    """Shares that meet the end of an item, units that only keep a program's step, splits of unlike length."""
+    items = ((700, (0, 1)), (20, (2, 3)), (17, (4,)), (33, (5, 0)))
+    case = DecodeCase("shares", 4, 2, 64, items, (5, 40, 1, 2, 0, 9), "float32")
+    narrow = PrefixTile(16, 16, 2, 4, 2)
+    config = dataclasses.replace(TINY, narrow=narrow, narrow_rows=narrow_rows, equal_shares=True, unit_overhead=1.0)
+    op = make_op(case, device, config)
+    batch = make_batch(case, device, seed=5)
+    step = op.plan(batch.items, batch.coverage)
+    plain = make_op(case, device, dataclasses.replace(config, equal_shares=False)).plan(batch.items, batch.coverage)
+    assert step.units.shape != plain.units.shape or (step.units != plain.units).any()
+    if device == "cpu":  # a GPU has a program for every unit
+        assert (step.units[:, 1] == 0).any()
+    op.run(batch.q, batch.k, batch.v, batch.req_to_token, batch.req_index, batch.seq_lens, batch.scale, batch.out)
+    expected, lse = exact(batch)
+    assert rms_ratio(batch.out, expected) <= RECORD.bound[case.dtype]
+    assert_lse(op.lse[: case.rows], lse, LSE_BOUND)
+
+
 @pytest.mark.parametrize("name", ["gqa 1", "gqa 4"])
 def test_shipped_tuning_point(name: str, device: str) -> None:
     case = next(c for c in RECORD.tests if c.name == name)

@@ -59,6 +59,8 @@ class KernelConfig:
         tma: prefix tiles through the bulk tensor copy engine.
         pdl: programmatic dependent launch: each grid may start beside the one before it.
         unit_overhead: prologue and epilogue of a prefix unit, in tiles (host planning).
+        equal_shares: cut items of one row tile into one equal share a program where that should end sooner than chunks
+            of one common size.
     """
 
     wide: PrefixTile = field(default_factory=lambda: PrefixTile(128, 64, 3, 8, 1, 192))
@@ -72,6 +74,7 @@ class KernelConfig:
     tma: bool = True
     pdl: bool = True
     unit_overhead: float = 6.0
+    equal_shares: bool = False
 
 
 def default_config(dtype: torch.dtype, head_dim: int) -> KernelConfig:

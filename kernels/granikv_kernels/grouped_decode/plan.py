@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from granikv_kernels.grouped_decode.config import KernelConfig
+from granikv_kernels.grouped_decode.config import KernelConfig, PrefixTile
+from granikv_kernels.grouped_decode.shares import Shares, cut
 
 Ints = npt.NDArray[np.int32]
 Item = tuple[int, int, Sequence[int]]
@@ -83,48 +84,17 @@ def plan_step(
     query_rows = members * gqa
     narrow = query_rows <= config.narrow_rows
     narrow &= int(tokens[narrow].sum()) * kv_heads >= config.narrow_least
-    block_m = np.where(narrow, config.narrow.block_m, config.wide.block_m).astype(np.int32)
-    block_n = np.where(narrow, config.narrow.block_n, config.wide.block_n).astype(np.int32)
-    row_tiles = -(-query_rows // block_m)
-    tiles = -(-tokens // block_n)
-    per_split = np.empty_like(tiles)
+    splits = np.ones_like(tokens)
+    lists = []
     for of_class, tile in ((~narrow, config.wide), (narrow, config.narrow)):
         # The two grids run one after the other: each is balanced on its own.
-        if of_class.any():
-            per_split[of_class] = _choose_chunks(
-                tiles[of_class], row_tiles[of_class], kv_heads, num_sms * tile.ctas_per_sm, config.unit_overhead
-            )
-    splits = -(-tiles // per_split)
-
-    # Units in (item, split, KV head, row tile) order: row tiles that read the same chunk are neighbours, and share L2.
-    count = splits * kv_heads * row_tiles
-    item, k = _expand(count)
-    row_tile = k % row_tiles[item]
-    k = k // row_tiles[item]
-    kv_head = k % kv_heads
-    split = k // kv_heads
-    chunk = (per_split * block_n)[item]
-    offset = split * chunk
-    length = np.minimum(chunk, tokens[item] - offset)
-    first_row = row_tile * block_m[item]
-    units = np.stack(
-        (
-            starts[item] + offset,
-            length,
-            first_pair[item],
-            first_row,
-            np.minimum(first_row + block_m[item], query_rows[item]),
-            kv_head,
-            split,
-            np.zeros_like(item),
-        ),
-        axis=1,
-    ).astype(np.int32)
-    by_length = np.argsort(-length, kind="stable")
-    is_narrow = narrow[item[by_length]]
-    wide_order = _snake(by_length[~is_narrow], num_sms * config.wide.ctas_per_sm)
-    narrow_order = _snake(by_length[is_narrow], num_sms * config.narrow.ctas_per_sm)
-    order = np.concatenate((wide_order, narrow_order))
+        which = np.flatnonzero(of_class)
+        if which.size == 0:
+            lists.append(np.zeros((0, UNIT_FIELDS), np.int32))
+            continue
+        fields = (starts[which], tokens[which], first_pair[which], query_rows[which])
+        units, splits[which] = _units_of_class(*fields, tile, kv_heads, num_sms * tile.ctas_per_sm, config)
+        lists.append(units)
 
     # A row's partials lie side by side, the splits of one pair next to each other.
     pair_splits = np.repeat(splits, members)
@@ -134,7 +104,68 @@ def plan_step(
     pair_part[by_row] = ends - pair_splits[by_row]
     part_ptr = np.zeros(limits.rows + 1, np.int32)
     part_ptr[1:] = np.cumsum(np.bincount(pair_row, weights=pair_splits, minlength=limits.rows))
-    return StepPlan(units[order], wide_order.size, pair_row, pair_part, part_ptr, int(ends[-1]))
+    return StepPlan(np.concatenate(lists), lists[0].shape[0], pair_row, pair_part, part_ptr, int(ends[-1]))
+
+
+def _units_of_class(
+    starts: Ints,
+    tokens: Ints,
+    first_pair: Ints,
+    query_rows: Ints,
+    tile: PrefixTile,
+    kv_heads: int,
+    programs: int,
+    config: KernelConfig,
+) -> tuple[Ints, npt.NDArray[Any]]:
+    """Units of the items of one grid in launch order, and the splits of each item."""
+    row_tiles = -(-query_rows // tile.block_m)
+    tiles = -(-tokens // tile.block_n)
+    per_split, span = _choose_chunks(tiles, row_tiles, kv_heads, programs, config.unit_overhead)
+
+    def build(item: Any, kv_head: Any, row_tile: Any, split: Any, first: Any, end: Any) -> Ints:
+        offset = first * tile.block_n
+        first_row = row_tile * tile.block_m
+        length = np.minimum(end * tile.block_n, tokens[item]) - offset
+        end_row = np.minimum(first_row + tile.block_m, query_rows[item])
+        return np.stack(
+            (starts[item] + offset, length, first_pair[item], first_row, end_row, kv_head, split, np.zeros_like(item)),
+            axis=1,
+        ).astype(np.int32)
+
+    if config.equal_shares and programs >= kv_heads and row_tiles.max() == 1:
+        shares = cut(tiles, programs // kv_heads, config.unit_overhead)
+        place, room = _deal(shares, kv_heads, programs), kv_heads * tiles.size + 4 * programs - kv_heads
+        if shares.span < span and place.max() < room:
+            # A program takes every `programs`-th unit: where its share has none left, an empty unit keeps the step.
+            units = np.zeros((int(place.max()) + 1, UNIT_FIELDS), np.int32)
+            head = np.repeat(np.arange(kv_heads), shares.item.size)
+            s = np.tile(np.arange(shares.item.size), kv_heads)
+            units[place] = build(
+                shares.item[s], head, np.zeros_like(s), shares.split[s], shares.first[s], shares.end[s]
+            )
+            return units, shares.splits
+
+    splits = -(-tiles // per_split)
+    # Units in (item, split, KV head, row tile) order: row tiles that read the same chunk are neighbours, and share L2.
+    item, k = _expand(splits * kv_heads * row_tiles)
+    row_tile = k % row_tiles[item]
+    k = k // row_tiles[item]
+    split = k // kv_heads
+    units = build(item, k % kv_heads, row_tile, split, split * per_split[item], (split + 1) * per_split[item])
+    return units[_snake(np.argsort(-units[:, 1], kind="stable"), programs)], splits
+
+
+def _deal(shares: Shares, kv_heads: int, programs: int) -> npt.NDArray[Any]:
+    """Place of each unit in the work list, ``[kv_heads * units]``, heads outermost: its program, and its turn there.
+
+    The heads of one share go to neighbouring programs: the same DRAM pages. Shares with most units come first, so
+    that the last round is dense.
+    """
+    units_of = np.bincount(shares.share)
+    rank = np.empty(units_of.size, np.int64)
+    rank[np.argsort(-units_of, kind="stable")] = np.arange(units_of.size)
+    program = (rank[shares.share] * kv_heads)[None, :] + np.arange(kv_heads)[:, None]
+    return (shares.turn[None, :] * programs + program).reshape(-1)
 
 
 def _check(items: int, pair_row: Ints, limits: Limits) -> None:
@@ -146,8 +177,13 @@ def _check(items: int, pair_row: Ints, limits: Limits) -> None:
         raise ValueError(f"an item names row {pair_row.max()}, the buffers hold {limits.rows} rows")
 
 
-def _choose_chunks(tiles: Ints, row_tiles: Ints, kv_heads: int, programs: int, overhead: float) -> npt.NDArray[Any]:
-    """Tiles per chunk of each item: the common chunk size whose waves of units end soonest, evened out per item."""
+def _choose_chunks(
+    tiles: Ints, row_tiles: Ints, kv_heads: int, programs: int, overhead: float
+) -> tuple[npt.NDArray[Any], float]:
+    """Tiles per chunk of each item: the common chunk size whose waves of units end soonest, evened out per item.
+
+    Beside it when they end, in tiles.
+    """
     chunk = np.maximum(np.ceil(int(tiles.max()) / np.arange(1, 129)), 1)[:, None]
     splits = np.ceil(tiles / chunk)
     per_split = np.ceil(tiles / splits)
@@ -157,7 +193,8 @@ def _choose_chunks(tiles: Ints, row_tiles: Ints, kv_heads: int, programs: int, o
     # Beyond four waves of extra units the buffers end. Row 0 is one split for each item, which always fits; ties go to
     # fewer splits.
     span[1:][((splits - 1) * row_tiles).sum(axis=1)[1:] * kv_heads > 4 * programs - kv_heads] = np.inf
-    return per_split[int(np.argmin(span))]
+    best = int(np.argmin(span))
+    return per_split[best].astype(np.int64), float(span[best])
 
 
 def _expand(count: Ints) -> tuple[Any, Any]:
