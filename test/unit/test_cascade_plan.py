@@ -92,7 +92,7 @@ def test_a_pass_followed_by_hand_is_attention(paths, padding):
 
 
 def test_items_beyond_those_in_use_are_empty_and_empty_items_are_left_out():
-    limits = PassLimits(8)
+    limits = PassLimits(8, 9)
     items = [Item(300, 0, (0, 1), 1), Item(512, 7, (2, 5), 2), Item(100, 3, (), 3), Item(70, 4, (5, 6, 7), 4)]
     arrays = prefix_arrays(items, limits)
     assert arrays.qo_indptr.tolist() == [0, 2, 5, 5, 5, 5, 5, 5, 5]
@@ -105,21 +105,46 @@ def test_items_beyond_those_in_use_are_empty_and_empty_items_are_left_out():
     assert all(x.dtype == np.int32 for x in vars(arrays).values())
 
 
+@pytest.mark.parametrize("gqa", [1, 3, 4, 8, 71])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 160])
-def test_the_largest_pass_uses_every_pair_and_merges_tails_only(rows):
-    limits = PassLimits(rows)
+def test_the_largest_pass_uses_every_pair_and_merges_tails_only(rows, gqa):
+    limits = PassLimits(rows, gqa)
     arrays = largest_arrays(limits)
     assert (arrays.pairs, arrays.qo_indptr[-1], arrays.slots) == (LEVELS * rows, LEVELS * rows, 1)
     assert extent_slots_reference(numbers(arrays.starts), numbers(arrays.kv_indptr)).tolist() == [0]
     assert arrays.list_ptr.tolist() == list(range(rows + 1))
     assert arrays.list_part.tolist() == [limits.pairs + r for r in range(rows)]
     # FlashInfer derives its tile from pairs - items + 1, unsigned.
-    assert limits.items <= limits.pairs
+    assert limits.items <= limits.requests <= limits.pairs
 
 
-def test_shapes_do_not_depend_on_the_plan():
+@pytest.mark.parametrize(
+    ("rows", "gqa", "tile"),
+    [
+        (1, 4, 16),
+        (4, 4, 16),
+        (5, 4, 64),
+        (16, 4, 64),
+        (17, 4, 128),
+        (64, 4, 128),
+        (8, 8, 64),
+        (64, 1, 64),
+        (2, 71, 128),
+    ],
+)
+def test_small_batches_get_a_small_tile(rows, gqa, tile):
+    """FlashInfer's rule for graphs, FA2DetermineCtaTileQ: above 64 rows 128, above 16 rows 64, else 16."""
+    limits = PassLimits(rows, gqa)
+    most = gqa * (limits.pairs - limits.requests + 1)
+    assert (128 if most > 64 else 64 if most > 16 else 16) == tile
+    # An item of all rows is one tile then, but for the largest.
+    assert most >= min(rows * gqa, tile) or limits.requests == limits.items
+
+
+@pytest.mark.parametrize("gqa", [1, 4])
+def test_shapes_do_not_depend_on_the_plan(gqa):
     """What a graph was captured with, it must be replayed with."""
-    limits = PassLimits(6)
+    limits = PassLimits(6, gqa)
     small, large = (prefix_arrays(build_items(paths), limits) for paths in PATHS[:2])
     for name in ("qo_indptr", "kv_indptr", "starts", "list_ptr"):
         shapes = {getattr(arrays, name).shape for arrays in (small, large, largest_arrays(limits))}

@@ -144,9 +144,9 @@ class CascadePass:
 
     def __init__(self, geometry: Geometry, limits: PassLimits, slots: int, context: int, scratch: Scratch) -> None:
         self.limits = limits
-        rows, items, pairs = limits.rows, limits.items, limits.pairs
+        rows, requests, pairs = limits.rows, limits.requests, limits.pairs
         heads, dim = geometry.q_heads, geometry.head_dim
-        sizes = {"count": 1, "qo": items + 1, "kv": items + 1, "starts": items, "coverage": rows}
+        sizes = {"count": 1, "qo": requests + 1, "kv": requests + 1, "starts": requests, "coverage": rows}
         sizes |= {"list_ptr": rows + 1, "list_part": pairs + rows, "pair_row": pairs}
         self._arena = Arena(sizes, geometry.device)
         self._tail_arena = Arena({"qo": rows + 1, "kv": rows + 1}, geometry.device)
@@ -270,7 +270,8 @@ class CascadeSharedDecode:
     def _pass_for(self, rows: int, context: int, capture: bool) -> CascadePass:
         size = rows if capture or rows in self._passes else 1 << (rows - 1).bit_length()
         if size not in self._passes:
-            self._passes[size] = CascadePass(self._geometry, PassLimits(size), self._slots, context, self.scratch)
+            limits = PassLimits(size, self._geometry.q_heads // self._geometry.kv_heads)
+            self._passes[size] = CascadePass(self._geometry, limits, self._slots, context, self.scratch)
         return self._passes[size]
 
     def begin(self) -> None:

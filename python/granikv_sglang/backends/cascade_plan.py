@@ -28,9 +28,11 @@ class PassLimits:
     """What one graph holds, by its batch rows. Every item and pair costs scratch memory and empty blocks, so no more.
 
     ``items`` grows with a quarter of the rows (small batches: one a row), ``pairs`` with :data:`LEVELS` times the rows.
+    ``gqa`` is query heads per KV head.
     """
 
     rows: int
+    gqa: int = 1
 
     @property
     def items(self) -> int:
@@ -39,6 +41,18 @@ class PassLimits:
     @property
     def pairs(self) -> int:
         return LEVELS * self.rows
+
+    @property
+    def requests(self) -> int:
+        """Requests of FlashInfer's prefix pass: the items, and empty ones so that it takes a smaller tile.
+
+        For a graph FlashInfer derives the query rows of a tile (16, 64 or 128) from ``gqa * (pairs - requests + 1)``,
+        the most that one request could have. No item has more members than the batch has rows: a small one needs less.
+        """
+        for tile in (16, 64):
+            if self.rows * self.gqa <= tile:
+                return max(self.items, self.pairs + 1 - tile // self.gqa)
+        return self.items
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +75,9 @@ class PrefixArrays:
     """The prefix pass: one request for FlashInfer per item, its queries the item's members.
 
     Attributes:
-        qo_indptr: int32 ``[items + 1]``, run of pairs of each item; items not in use are empty.
-        kv_indptr: int32 ``[items + 1]``, run of slots of each item.
-        starts: int32 ``[items]``, first slot of each item.
+        qo_indptr: int32 ``[requests + 1]``, run of pairs of each item; requests not in use are empty.
+        kv_indptr: int32 ``[requests + 1]``, run of slots of each item.
+        starts: int32 ``[requests]``, first slot of each item.
         pair_row: int32 ``[pairs]``, batch row of each (item, member).
         list_ptr, list_part: int32, the states to merge for each row: row r has ``list_part[list_ptr[r] : list_ptr[r +
             1]]``, its pairs in order and last its tail, which is state ``limits.pairs + r``.
@@ -98,24 +112,24 @@ def prefix_arrays(items: Sequence[Item], limits: PassLimits) -> PrefixArrays:
     pair_row = np.fromiter((row for item in items for row in item.rows), np.int32, pairs)
     if pairs and (pair_row.min() < 0 or pair_row.max() >= limits.rows):
         raise ValueError(f"an item names row {pair_row.max()}, the pass has {limits.rows} rows")
-    starts = np.zeros(limits.items, np.int32)
+    starts = np.zeros(limits.requests, np.int32)
     starts[: len(items)] = [item.start for item in items]
     tokens = np.fromiter((item.tokens for item in items), np.int32, len(items))
     list_ptr, list_part = _lists(pair_row, limits)
     return PrefixArrays(
-        _indptr(members, limits.items), _indptr(tokens, limits.items), starts, pair_row, list_ptr, list_part
+        _indptr(members, limits.requests), _indptr(tokens, limits.requests), starts, pair_row, list_ptr, list_part
     )
 
 
 def largest_arrays(limits: PassLimits) -> PrefixArrays:
-    """Arrays of the largest pass, for a graph's capture: all pairs are queries of the last item, one token at slot 0.
+    """Arrays of the largest pass, for a graph's capture: all pairs are queries of the last request, over slot 0.
 
     FlashInfer wants the query tensor of a capture to be as long as its plan says; what is computed is merged nowhere.
     """
-    qo_indptr, kv_indptr = np.zeros(limits.items + 1, np.int32), np.zeros(limits.items + 1, np.int32)
+    qo_indptr, kv_indptr = np.zeros(limits.requests + 1, np.int32), np.zeros(limits.requests + 1, np.int32)
     qo_indptr[-1], kv_indptr[-1] = limits.pairs, 1
     list_ptr, list_part = _lists(np.zeros(0, np.int32), limits)
-    nothing = np.zeros(limits.items, np.int32)
+    nothing = np.zeros(limits.requests, np.int32)
     return PrefixArrays(qo_indptr, kv_indptr, nothing, np.zeros(limits.pairs, np.int32), list_ptr, list_part)
 
 
