@@ -13,9 +13,6 @@ from granikv_sglang.core import GraniKVError
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done and valid, 1 the run failed, 2 the command line is wrong, 3 INVALID, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # Every way of being ended takes the path of Ctrl-C, which stops the servers.
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     # Importing SGLang's benchmark takes seconds, and warns of what this platform lacks: no matter to a client.
     warnings.filterwarnings("ignore", module=r"sglang\.")
     from granikv_sglang.bench_serving import app  # noqa: PLC0415
@@ -36,4 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Every way of being ended takes the path of Ctrl-C, which stops the servers.
+        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     sys.exit(main())

@@ -139,7 +139,6 @@ def drive(options: argparse.Namespace, url: str, asks: Sequence[Ask], requester:
         for ask in asks
     ]
     serving.set_global_args(options)
-    serving.set_ulimit()
     # SGLang draws arrival times from these two: the same on every side.
     random.seed(options.seed)
     np.random.seed(options.seed)
@@ -147,6 +146,7 @@ def drive(options: argparse.Namespace, url: str, asks: Sequence[Ask], requester:
     before = len(requester.outputs)
     try:
         with contextlib.redirect_stdout(log):
+            serving.set_ulimit()
             asyncio.run(_benchmark(options, url, rows))
     except (requests.RequestException, ValueError, IndexError, OSError) as error:
         raise GraniKVError(_failure(requester.outputs[before:], len(asks), error)) from error
