@@ -6,9 +6,21 @@ Rounds 1 to 3 tuned earlier forms of the kernels; docs/log.md says what they tri
 from __future__ import annotations
 
 from granikv_kernels.grouped_decode import KernelConfig, PrefixTile, TailTile
+from granikv_kernels.record import DecodeCase
 
 ALL = ["16K x 4", "16K x 16", "16K x 32", "16K x 64", "16K x 128", "4 groups x 16", "8 groups x 8"]
 W, N, T = PrefixTile, PrefixTile, TailTile
+MEMBERS = 16
+HETERO = DecodeCase(
+    "hetero 8 x 16", 32, 8, 128,
+    tuple((2048 * (i + 1), tuple(range(MEMBERS * i, MEMBERS * (i + 1)))) for i in range(8)), (192,) * (8 * MEMBERS),
+)  # fmt: skip
+EXTRA = (HETERO,)
+"""Cases beside those of the record."""
+
+MIXED = [HETERO.name, "4 groups x 16", "8 groups x 8", "16K x 16", "16K x 64", "16K x 128"]
+# Shared memory of an SM takes two programs of 3 x 64 or 6 x 32 slots, and one of 4 x 64 or 2 x 128.
+N4, N128, N128W, N32 = N(64, 64, 4, 4, 1), N(64, 128, 2, 4, 1), N(64, 128, 2, 8, 1), N(64, 32, 6, 4, 2)
 
 ROUNDS: dict[str, list[tuple[str, list[str], list[KernelConfig]]]] = {
     "4": [
@@ -64,5 +76,55 @@ ROUNDS: dict[str, list[tuple[str, list[str], list[KernelConfig]]]] = {
                 KernelConfig(narrow=N(32, 64, 3, 4, 2)),
             ],
         ),
+    ],
+    # Groups of 16: 64 query rows in the wide grid's 128-row tile, though bound by memory.
+    "6": [
+        (
+            "layer",
+            MIXED,
+            [
+                KernelConfig(),
+                KernelConfig(equal_shares=True),
+                KernelConfig(equal_shares=True, unit_overhead=3.0),
+                KernelConfig(equal_shares=True, unit_overhead=10.0),
+                KernelConfig(narrow_rows=64),
+                KernelConfig(narrow_rows=64, equal_shares=True),
+                KernelConfig(narrow_rows=64, equal_shares=True, unit_overhead=3.0),
+                KernelConfig(narrow_rows=64, equal_shares=True, unit_overhead=10.0),
+                KernelConfig(narrow_rows=64, narrow=N4),
+                KernelConfig(narrow_rows=64, narrow=N4, equal_shares=True),
+                KernelConfig(narrow_rows=64, narrow=N128),
+                KernelConfig(narrow_rows=64, narrow=N128, equal_shares=True, unit_overhead=3.0),
+                KernelConfig(narrow_rows=64, narrow=N128W, equal_shares=True, unit_overhead=3.0),
+                KernelConfig(narrow_rows=64, narrow=N(64, 64, 3, 4, 1), equal_shares=True),
+                KernelConfig(wide=W(64, 64, 4, 4, 1), narrow_rows=0, equal_shares=True),
+                KernelConfig(wide=W(64, 64, 3, 4, 1), narrow_rows=0, equal_shares=True),
+                KernelConfig(narrow_rows=64, narrow=N32, equal_shares=True, unit_overhead=12.0),
+                KernelConfig(narrow_rows=64, narrow_least=0),
+                KernelConfig(narrow_rows=64, narrow_least=0, equal_shares=True),
+                KernelConfig(narrow_rows=64, narrow_least=8 * 65536),
+                KernelConfig(narrow_rows=64, equal_shares=True, tails_last=True),
+                KernelConfig(narrow_rows=64, tails_last=True),
+                KernelConfig(narrow_rows=64, equal_shares=True, tail=T(64, 5, 4, 8, 2)),
+                KernelConfig(narrow_rows=64, equal_shares=True, tail=T(64, 5, 4, 8, 8)),
+                KernelConfig(equal_shares=True, tail=T(64, 5, 4, 8, 2)),
+                KernelConfig(equal_shares=True, tail=T(64, 5, 4, 8, 8)),
+                KernelConfig(),
+            ],
+        ),
+        (
+            "prefix",
+            [HETERO.name],
+            [
+                KernelConfig(),
+                KernelConfig(equal_shares=True),
+                KernelConfig(narrow_rows=64),
+                KernelConfig(narrow_rows=64, equal_shares=True),
+                KernelConfig(narrow_rows=64, narrow=N4, equal_shares=True),
+                KernelConfig(narrow_rows=64, narrow=N128, equal_shares=True, unit_overhead=3.0),
+            ],
+        ),
+        ("tail", [HETERO.name], [KernelConfig(), KernelConfig(tail=T(64, 5, 4, 8, 2))]),
+        ("merge", [HETERO.name], [KernelConfig(), KernelConfig(narrow_rows=64, equal_shares=True)]),
     ],
 }

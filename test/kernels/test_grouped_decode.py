@@ -43,6 +43,27 @@ def test_every_case(case: DecodeCase, device: str) -> None:
     assert_lse(op.lse[: case.rows], lse, LSE_BOUND)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"tails_last": True}, id="tails last"),
+        pytest.param({"narrow": PrefixTile(32, 64, 2, 4, 2), "narrow_rows": 64}, id="all narrow"),
+        pytest.param({"narrow_least": 10**6}, id="all wide"),
+        pytest.param({"tail": TailTile(32, 2, 4, 2, 8)}, id="many splits"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gqa 4", "gqa 5"])
+def test_other_tuning_points(name: str, changes: dict[str, object], device: str) -> None:
+    case = next(c for c in RECORD.tests if c.name == name)
+    batch = make_batch(case, device, seed=6)
+    op = make_op(case, device, dataclasses.replace(TINY, **changes))
+    op.plan(batch.items, batch.coverage)
+    op.run(batch.q, batch.k, batch.v, batch.req_to_token, batch.req_index, batch.seq_lens, batch.scale, batch.out)
+    expected, lse = exact(batch)
+    assert rms_ratio(batch.out, expected) <= RECORD.bound[case.dtype]
+    assert_lse(op.lse[: case.rows], lse, LSE_BOUND)
+
+
 @pytest.mark.parametrize("narrow_rows", [0, 16])
 def test_equal_shares(narrow_rows: int, device: str) -> None:
     """Shares that meet the end of an item, units that only keep a program's step, splits of unlike length."""

@@ -51,7 +51,7 @@ class KernelConfig:
         wide: grid for items with many query rows, bound by arithmetic. Its registers and shared memory leave room on
             each SM for a program of the tail grid, which is bound by memory: the two run side by side.
         narrow: grid for items with at most ``narrow_rows`` query rows a KV head, bound by memory: two programs an SM,
-            for more loads in flight. It runs last; where it has no unit it costs a launch.
+            for more loads in flight. It runs last by default; where it has no unit it costs a launch.
         narrow_least: tokens times KV heads that such items must have together; with fewer the wide grid takes them,
             which starts at once and runs beside the tails.
         tail: the tail grid.
@@ -61,6 +61,7 @@ class KernelConfig:
         unit_overhead: prologue and epilogue of a prefix unit, in tiles (host planning).
         equal_shares: cut items of one row tile into one equal share a program where that should end sooner than chunks
             of one common size.
+        tails_last: the tail grid behind the narrow one, not before it.
     """
 
     wide: PrefixTile = field(default_factory=lambda: PrefixTile(128, 64, 3, 8, 1, 192))
@@ -75,6 +76,7 @@ class KernelConfig:
     pdl: bool = True
     unit_overhead: float = 6.0
     equal_shares: bool = False
+    tails_last: bool = False
 
 
 def default_config(dtype: torch.dtype, head_dim: int) -> KernelConfig:

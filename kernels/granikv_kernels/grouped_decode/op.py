@@ -179,8 +179,11 @@ class GroupedDecode:
         # bound by memory, come after the tails: their programs need half an SM each, and a grid starts only when all
         # programs of the grid ahead have.
         self._run_class(0, self.config.wide, q, k_cache, v_cache, sm_scale, {})
+        if self.config.tails_last:
+            self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
         self.run_tail(q, k_cache, v_cache, req_to_token, sm_scale)
-        self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
+        if not self.config.tails_last:
+            self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
         self.run_merge(out)
         return out
 
