@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from granikv_sglang.backends import Geometry
+from granikv_sglang.backends import Geometry, TorchSharedDecode
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.backends.cascade_plan import CascadeCapacity
 from granikv_sglang.config import REGIMES, GraniKVConfig
 from granikv_sglang.core import GraniKVError, Reason, Regime
 from granikv_sglang.plan import Capacity, Decision, Item, Plan, StaticClassifier, Thresholds, uniform_plan
-from granikv_sglang.plugin.engines import capacity_of, classifier_of, engine_names
+from granikv_sglang.plugin.engines import capacity_of, classifier_of, decode_engines, engine_names
 from granikv_sglang.plugin.runtime import Runtime
 from granikv_sglang.plugin.variants import GraphVariants, label_of
 
@@ -124,6 +124,15 @@ def test_in_a_graph_preparation_and_recorded_work_go_to_the_same_engine(regime):
 def test_engines_and_graphs_on_a_gpu_are_those_the_classifier_can_choose(regime, expected):
     assert regime in REGIMES
     assert classifier_of(regime, cuda=True).regimes() == expected
+
+
+def test_on_a_cpu_one_torch_engine_does_every_regime():
+    runner = SimpleNamespace(token_to_kv_pool=SimpleNamespace(k_buffer=[torch.zeros(8, 2, 16)]))
+    engines = decode_engines(runner, classifier_of("auto", cuda=False))
+    assert set(engines) == {Regime.CASCADE, Regime.BATCHED_GEMM}
+    assert len({id(engine) for engine in engines.values()}) == 1
+    assert all(isinstance(engine, TorchSharedDecode) for engine in engines.values())
+    assert decode_engines(runner, classifier_of("uniform", cuda=False)) == {}
 
 
 def test_a_classifier_that_uses_both_regimes_gets_both():
