@@ -23,7 +23,8 @@ from granikv_sglang.plan import (
     token_offsets,
 )
 
-TEAM, ROLE, OTHER, BELOW = (1, Span(512, 90)), (2, Span(256, 33)), (3, Span(1024, 1)), (4, Span(289, 5))
+TEAM, ROLE, OTHER, BELOW = (1, Span(512, 390)), (2, Span(256, 33)), (3, Span(1024, 1)), (4, Span(289, 5))
+LONG, DEEP = (5, Span(1792, 768)), (6, Span(2565, 800))
 
 
 def plan_of(paths, min_item_tokens=1):
@@ -35,7 +36,7 @@ def world(paths, cold, new, heads, kv_heads, dim, device, dtype):
     """Caches in which every slot nobody owns is NaN, each row's tokens, and the new tokens' q, k and v."""
     generator = torch.Generator().manual_seed(sum(new) + heads)
     lens = [sum(span.length for _, span in path) for path in paths]
-    first = 1100
+    first = 3400
     slots_total = first + sum(cold) + sum(new) + 3
     rows, at = [], first
     for path, rest, tokens in zip(paths, cold, new, strict=True):
@@ -50,7 +51,7 @@ def world(paths, cold, new, heads, kv_heads, dim, device, dtype):
     for cache in caches:
         # What the pass itself writes stays NaN: attention must take the new K and V from its arguments.
         cache[cached] = torch.randn(len(cached), kv_heads, dim, generator=generator)
-    table = torch.zeros((len(rows) + 1, 400), dtype=torch.int32)
+    table = torch.zeros((len(rows) + 1, 2400), dtype=torch.int32)
     for i, row in enumerate(rows):
         table[i + 1, : len(row)] = torch.tensor(row, dtype=torch.int32)
     prefix = [length + rest for length, rest in zip(lens, cold, strict=True)]
@@ -88,6 +89,7 @@ CASES = [
     ([(TEAM, ROLE), (), (TEAM, ROLE), (TEAM,), (OTHER,)], [3, 4, 0, 40, 0], [3, 1, 40, 9, 130]),
     ([(OTHER,), (TEAM, ROLE, BELOW), (TEAM,), (OTHER,)], [1, 0, 0, 6], [1, 1, 1, 1]),
     ([(ROLE,)], [0], [2]),
+    ([(LONG, DEEP), (LONG,), (TEAM,), (LONG, DEEP)], [0, 3, 1, 0], [200, 3, 70, 33]),
 ]
 
 
@@ -137,24 +139,27 @@ def test_levels_and_cold_part_cover_every_cached_token_once(data):
     rows = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 20), st.integers(1, 9)), min_size=1))
     paths = [path_of(node) for node, _, _ in rows]
     items = build_items(paths, data.draw(st.integers(1, 40)), min_members=1)
-    coverage = coverage_of(items, len(rows))
+    granule = data.draw(st.sampled_from([1, 2, 7, 16]))
     prefix = [sum(s.length for _, s in path) + rest for path, (_, rest, _) in zip(paths, rows, strict=True)]
     offsets = token_offsets([new for _, _, new in rows])
     seen = [[] for _ in range(offsets[-1])]
-    for level in levels_of(items, offsets):
+    for level in levels_of(items, offsets, granule):
         assert (np.diff(level.qo_indptr) >= 0).all()
         assert (np.diff(level.kv_indptr) >= 0).all()
         for s in range(len(level.qo_indptr) - 1):
             for token in level.tokens[level.qo_indptr[s] : level.qo_indptr[s + 1]]:
                 seen[token] += range(level.kv_indptr[s], level.kv_indptr[s + 1])
-    cold = cold_part(coverage, prefix)
+        lens = np.diff(level.kv_indptr)[np.diff(level.qo_indptr) > 0]
+        assert (lens % granule == 0).all()
+    cold = cold_part(items, prefix, granule)
     for row, path in enumerate(paths):
+        # A position is named by its slot where it is HOT, else by its negative.
         hot = [slot for _, span in path for slot in range(span.start, span.stop)]
+        names = hot + [-p for p in range(len(hot), prefix[row])]
         mine = slice(cold.kv_indptr[row], cold.kv_indptr[row + 1])
         assert (cold.rows[mine] == row).all()
-        assert cold.positions[mine].tolist() == list(range(coverage[row], prefix[row]))
         for token in range(offsets[row], offsets[row + 1]):
-            assert sorted(seen[token]) == sorted(hot[: coverage[row]])
+            assert sorted(seen[token] + [names[p] for p in cold.positions[mine]]) == sorted(names)
 
 
 def test_a_run_of_tokens_needs_no_gather():

@@ -25,6 +25,10 @@ from granikv_sglang.plan import Plan, cold_part, levels_of, token_offsets
 WORKSPACE_BYTES = 128 << 20
 """FlashInfer's recommended scratch space; all wrappers here run one after the other and share one."""
 
+DENSE_GRANULE = 384
+"""Slots that a dense read is a multiple of. FlashInfer 0.6.15 loads K and V in tiles of 64, 128 or 192 slots on Hopper;
+a tile across the end of a stretch would bring in slots of others, and their weight 0 times NaN is NaN."""
+
 
 @dataclass(frozen=True)
 class _Hot:
@@ -65,7 +69,7 @@ class FlashInferExtend:
         indptr = _pinned(offsets)
         self._plan_ragged(self._own, indptr, indptr, causal=True)
         self._hot = []
-        levels = levels_of(plan.items, offsets)
+        levels = levels_of(plan.items, offsets, DENSE_GRANULE)
         while len(self._spare) < len(levels):
             self._spare.append(self._ragged())
         for wrapper, level in zip(self._spare, levels, strict=False):
@@ -84,7 +88,7 @@ class FlashInferExtend:
         )
 
     def _plan_cold(self, plan: Plan, batch: ExtendBatch, indptr: torch.Tensor) -> None:
-        cold = cold_part(plan.coverage, batch.prefix_lens)
+        cold = cold_part(plan.items, batch.prefix_lens, DENSE_GRANULE)
         self._has_cold = not cold.empty
         if cold.empty:
             return

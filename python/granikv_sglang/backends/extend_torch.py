@@ -23,7 +23,7 @@ class TorchExtend:
                 if first < end:
                     slots = slice(int(level.kv_indptr[segment]), int(level.kv_indptr[segment + 1]))
                     self._hot.append((torch.from_numpy(level.tokens[first:end]).to(torch.int64), slots))
-        cold = cold_part(plan.coverage, batch.prefix_lens)
+        cold = cold_part(plan.items, batch.prefix_lens)
         rows = batch.req_pool_indices.to(torch.int64)[torch.from_numpy(cold.rows).to(torch.int64)]
         slots = batch.req_to_token[rows, torch.from_numpy(cold.positions).to(torch.int64)].to(torch.int64)
         self._cold = list(torch.tensor_split(slots, torch.from_numpy(cold.kv_indptr[1:-1]).to(torch.int64)))

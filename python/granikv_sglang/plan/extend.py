@@ -40,7 +40,7 @@ class Level:
 
 @dataclass(frozen=True)
 class ColdPart:
-    """Cached tokens that no item covers: positions ``coverage[row] .. prefix[row]`` of each row, one after the other.
+    """Cached tokens that no dense stretch holds, each row's side by side. Their order in a row is of no account.
 
     Attributes:
         kv_indptr: int32 ``[rows + 1]``.
@@ -63,19 +63,23 @@ def token_offsets(extend_lens: Sequence[int]) -> Ints:
     return offsets
 
 
-def levels_of(items: Sequence[Item], offsets: Ints) -> list[Level]:
-    """The items level by level; parents come before children in ``items``, as :func:`build_items` gives them."""
+def levels_of(items: Sequence[Item], offsets: Ints, granule: int = 1) -> list[Level]:
+    """The items level by level; parents come before children in ``items``, as :func:`build_items` gives them.
+
+    ``granule``: an engine reads whole multiples of it; what is left at an item's end is :func:`cold_part`'s.
+    """
     depth = np.zeros(offsets.size - 1, dtype=np.int32)
     by_level: dict[int, list[Item]] = {}
     for item in items:
-        rows = list(item.rows)
-        level = int(depth[rows].max())
-        depth[rows] = level + 1
-        by_level.setdefault(level, []).append(item)
-    return [_level(by_level[level], offsets) for level in sorted(by_level)]
+        if item.tokens >= granule:
+            rows = list(item.rows)
+            level = int(depth[rows].max())
+            depth[rows] = level + 1
+            by_level.setdefault(level, []).append(item)
+    return [_level(by_level[level], offsets, granule) for level in sorted(by_level)]
 
 
-def _level(items: Sequence[Item], offsets: Ints) -> Level:
+def _level(items: Sequence[Item], offsets: Ints, granule: int) -> Level:
     qo, kv = [0], [0]
     tokens: list[Ints] = []
     for item in sorted(items, key=lambda i: i.start):
@@ -85,17 +89,36 @@ def _level(items: Sequence[Item], offsets: Ints) -> Level:
         own = [np.arange(offsets[row], offsets[row + 1], dtype=np.int32) for row in item.rows]
         tokens += own
         qo.append(qo[-1] + sum(part.size for part in own))
-        kv.append(item.start + item.tokens)
+        kv.append(item.start + item.tokens // granule * granule)
     return Level(np.array(qo, np.int32), np.array(kv, np.int32), np.concatenate(tokens))
 
 
-def cold_part(coverage: Ints, prefix_lens: Sequence[int]) -> ColdPart:
-    """What is cached but not covered. ``coverage[row] <= prefix_lens[row]`` for every row."""
-    lens = np.asarray(prefix_lens, dtype=np.int32) - coverage
-    indptr = token_offsets(lens.tolist())
-    rows = np.repeat(np.arange(lens.size, dtype=np.int32), lens)
-    positions = np.arange(rows.size, dtype=np.int32) - indptr[rows] + coverage[rows]
-    return ColdPart(indptr, rows, positions.astype(np.int32))
+def cold_part(items: Sequence[Item], prefix_lens: Sequence[int], granule: int = 1) -> ColdPart:
+    """Cached tokens outside of what :func:`levels_of` gives: ends of items, and what no item covers.
+
+    A row's items together cover a leading span of at most its ``prefix_lens`` tokens.
+    """
+    covered = np.zeros(len(prefix_lens), dtype=np.int32)
+    pieces: list[tuple[int, int, int]] = []  # row, first position, end
+    for item in items:
+        rest = item.tokens % granule if item.tokens >= granule else item.tokens
+        for row in item.rows:
+            end = int(covered[row]) + item.tokens
+            if rest:
+                pieces.append((row, end - rest, end))
+            covered[row] = end
+    pieces += [(row, int(covered[row]), end) for row, end in enumerate(prefix_lens) if covered[row] < end]
+    pieces.sort()
+    row_of, first, end_of = (np.array(column, np.int32) for column in zip(*pieces, strict=True)) if pieces else _NONE
+    lens = end_of - first
+    start = np.cumsum(lens) - lens
+    positions = np.arange(lens.sum(), dtype=np.int32) + np.repeat(first - start, lens).astype(np.int32)
+    rows = np.repeat(row_of, lens)
+    counts = np.bincount(rows, minlength=len(prefix_lens))
+    return ColdPart(token_offsets(counts.tolist()), rows, positions)
+
+
+_NONE = (np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 def query_tiles(items: Sequence[Item], extend_lens: Sequence[int], q_heads: int, tile: int = 128) -> int:
