@@ -73,6 +73,20 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 
 @pytest.fixture(scope="session")
+def everyday(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as a person would start it, for the page, the examples and the commands of the documentation."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    (port,) = free_ports(1)
+    flags = ["--model-path", str(model), "--max-total-tokens", "16384", "--enable-metrics", "--enable-cache-report"]
+    server = Server("everyday", port, flags, tmp_path_factory.mktemp("everyday"))
+    try:
+        wait_ready([server], lambda _: None)
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
 def granikv(servers: tuple[Server, Server]) -> Server:
     return servers[0]
 

@@ -47,10 +47,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class Server:
-    """One server process. ``name`` is for messages; ``log`` is the file with all its output."""
+    """One server process. ``name`` is for messages; ``log`` is the file with all its output; ``key`` its API key."""
 
-    def __init__(self, name: str, port: int, args: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, port: int, args: Sequence[str], folder: Path, key: str | None = None) -> None:
         self.name = name
+        self._key = key
         self.port = port
         self.log = folder / f"{name.lower()}.log"
         self._milestones = 0
@@ -132,6 +133,8 @@ class Server:
                 self._process.send_signal(number)
 
     def _open(self, request: urllib.request.Request, timeout: float, parse: bool) -> Any:
+        if self._key is not None:
+            request.add_header("Authorization", f"Bearer {self._key}")
         with _OPENER.open(request, timeout=timeout) as reply:
             body = reply.read()
         return json.loads(body) if parse else None
