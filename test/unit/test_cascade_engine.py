@@ -196,3 +196,13 @@ def test_the_prefix_is_planned_once_while_the_plan_stands(engine, monkeypatch):
         engine.prepare(plan, world.batch)
     engine.prepare(plan_of(paths, 2), world.batch)
     assert len(planned) == 2
+
+
+def test_one_plan_with_and_without_padding(engine):
+    """A batch may leave its padded graph and run eagerly while the plan stands: that is another pass, planned anew."""
+    paths, tails = CASES[0]
+    plan, padded, bare = plan_of(paths, 1), World(paths, tails, 6), World(paths, tails, 4)
+    engine.prepare(capture_plan(6), padded.batch)
+    for world in (padded, bare, padded):
+        world.check(attend(engine, plan, world))
+    assert sorted(engine._passes) == [4, 6]
