@@ -4,7 +4,7 @@
 # It shows that everything works. Its numbers are no results: two servers and the client share the cores.
 set -eu
 cd "$(dirname "$0")/../.."
-out="${OUT:-build/bench-smoke}"
+out="${SMOKE_DIR:-build/bench-smoke}"
 rm -rf "$out"
 # One thread for each server: with more, an idle one's and the client's work stalls every small parallel region.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

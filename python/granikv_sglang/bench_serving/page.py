@@ -100,9 +100,8 @@ def _overview(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         if record["kind"] == "broken":
-            rows.append(
-                f'<tr><td>{_e(record["point"])}</td><td colspan="6" class="text"><b class="bad">not finished</b></td>'
-            )
+            told = '<b class="bad">not finished</b>'
+            rows.append(f'<tr><td>{_e(record["point"])}</td><td colspan="6" class="text">{told}</td></tr>')
             continue
         for place, (name, side) in enumerate(record["sides"].items()):
             metrics = side["metrics"]

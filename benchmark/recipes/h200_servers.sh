@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Both servers in the background, for several recipes in a row: a start costs up to two minutes.
+#   h200_servers.sh start    then: export STOCK_URL=http://127.0.0.1:30001 GRANIKV_URL=http://127.0.0.1:30002
+#   h200_servers.sh stop
+. "$(dirname "$0")/h200.inc"
+logs="${LOGS:-/tmp/granikv-servers}"
+mkdir -p "$logs"
+
+# start_one NAME PORT FLAGS...: one server, returns when it serves.
+start_one() {
+    local name="$1" port="$2"
+    shift 2
+    setsid nohup "$python" -m granikv_sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" \
+        $both --max-total-tokens "$pool" "$@" > "$logs/$name.log" 2>&1 < /dev/null &
+    echo $! > "$logs/$name.pid"
+    until "$python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/health', timeout=5)" 2> /dev/null; do
+        if ! kill -0 "$(cat "$logs/$name.pid")" 2> /dev/null; then
+            tail -n 20 "$logs/$name.log" >&2
+            echo "h200_servers.sh: the $name server ended while starting; log: $logs/$name.log" >&2
+            exit 1
+        fi
+        sleep 2
+    done
+    echo "$name serves on port $port"
+}
+
+case "${1:-}" in
+start)
+    start_one stock 30001 $stock_memory --granikv-off
+    start_one granikv 30002 $granikv_memory ${GRANIKV_ARGS:-}
+    ;;
+stop)
+    for name in granikv stock; do
+        # Its own process group: setsid made it the leader.
+        if [ -f "$logs/$name.pid" ]; then kill -TERM -- "-$(cat "$logs/$name.pid")" 2> /dev/null || true; fi
+        rm -f "$logs/$name.pid"
+    done
+    ;;
+*)
+    echo "usage: h200_servers.sh start|stop" >&2
+    exit 2
+    ;;
+esac
