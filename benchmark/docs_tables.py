@@ -184,7 +184,8 @@ def flags() -> str:
     ours = {f.metadata["flag"] for f in fields}
     for action in parser._actions:
         if action.option_strings[0] not in ours:
-            rows.append((f"`{action.option_strings[0]}`", "off", "given or not", action.help or ""))
+            effect = (action.help or "").removesuffix(" Default: off.")
+            rows.append((f"`{action.option_strings[0]}`", "off", "given or not", effect))
     return table(("flag", "default", "accepts", "effect"), rows)
 
 

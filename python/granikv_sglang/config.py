@@ -24,8 +24,16 @@ PREFILLS = ("auto", "stock")
 REGIMES = ("auto", *(r.value for r in Regime))
 
 
-def _option(default: Any, flag: str, text: str, **kwargs: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"flag": flag, "help": text, **kwargs})
+HOTNESS = "GraniKV: what becomes HOT"
+COMPUTING = "GraniKV: how passes are computed"
+LOOKING = "GraniKV: looking and proving"
+WAY_OUT = "GraniKV: the way out"
+GROUPS = (HOTNESS, COMPUTING, LOOKING, WAY_OUT)
+"""Headings of ``--help``, in order."""
+
+
+def _option(default: Any, flag: str, text: str, group: str = COMPUTING, **kwargs: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"flag": flag, "help": text, "group": group, **kwargs})
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,10 @@ class GraniKVConfig:
         512,
         "--granikv-min-tokens",
         "Shortest root path, in tokens, that is promoted into the HOT arena (16 to 1048576).",
+        HOTNESS,
     )
     min_sharers: int = _option(
-        2, "--granikv-min-sharers", "Live requests that must hold a prefix before it is promoted (2 to 4096)."
+        2, "--granikv-min-sharers", "Live requests that must hold a prefix before it is promoted (2 to 4096).", HOTNESS
     )
     regime: str = _option(
         "auto",
@@ -61,9 +70,13 @@ class GraniKVConfig:
         False,
         "--granikv-show-text",
         "Show the first words of shared prompts on the live page at /granikv and in /server_info (never otherwise).",
+        LOOKING,
     )
     audit: bool = _option(
-        False, "--granikv-audit", "Prove slot conservation at every scheduler step (slow; for tests and bug reports)."
+        False,
+        "--granikv-audit",
+        "Prove slot conservation at every scheduler step (slow; for tests and bug reports).",
+        LOOKING,
     )
 
     def __post_init__(self) -> None:
@@ -113,10 +126,12 @@ def _whole_number(flag: str) -> Any:
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per field of :class:`GraniKVConfig`, in a group of its own, plus ``--granikv-off``."""
-    group = parser.add_argument_group("GraniKV", "shared-prefix decode; every other flag is SGLang's own")
+    """Add one flag per field of :class:`GraniKVConfig`, under :data:`GROUPS`, plus ``--granikv-off``."""
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for field in dataclasses.fields(GraniKVConfig):
-        flag, text = field.metadata["flag"], f"{field.metadata['help']} Default: {field.default}."
+        group = groups[field.metadata["group"]]
+        default = "off" if field.default is False else field.default
+        flag, text = field.metadata["flag"], f"{field.metadata['help']} Default: {default}."
         if field.type == "bool":
             group.add_argument(flag, dest=field.name, action="store_true", default=field.default, help=text)
         elif field.type == "int":
@@ -128,11 +143,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             choices = field.metadata.get("choices")
             metavar = "{" + ",".join(choices) + "}" if choices else "NAME"
             group.add_argument(flag, dest=field.name, default=field.default, metavar=metavar, help=text)
-    group.add_argument(
+    groups[WAY_OUT].add_argument(
         "--granikv-off",
         dest="off",
         action="store_true",
-        help="Run stock SGLang: none of GraniKV's hooks, pools or backends is loaded.",
+        help="Run stock SGLang: none of GraniKV's hooks, pools or backends is loaded. Default: off.",
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from granikv_sglang.config import GraniKVConfig
+from granikv_sglang.config import GROUPS, GraniKVConfig
 from granikv_sglang.demo.servers import free_ports
 from granikv_sglang.plugin.front import FRONT_TABLE
 from granikv_sglang.plugin.hooks import TABLE
@@ -157,4 +157,5 @@ def test_help_lists_our_flags_first():
     ours, theirs = done.stdout.split("SGLang's flags:")
     assert "--granikv-min-tokens N" in ours
     assert "Default: 512." in ours
+    assert all(f"{heading}:" in ours for heading in GROUPS)
     assert "--tensor-parallel-size" in theirs

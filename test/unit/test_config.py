@@ -2,10 +2,11 @@
 
 import argparse
 import dataclasses
+import re
 
 import pytest
 
-from granikv_sglang.config import ENV_VAR, GraniKVConfig, add_cli_args, from_args
+from granikv_sglang.config import ENV_VAR, GROUPS, GraniKVConfig, add_cli_args, from_args
 from granikv_sglang.core import GraniKVError
 
 
@@ -44,6 +45,16 @@ def test_bad_values_are_refused_in_one_line_that_names_the_flag(argv, flag):
     assert flag in str(caught.value)
     assert argv[1] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_help_groups_the_flags_each_with_effect_and_default():
+    parser = argparse.ArgumentParser(add_help=False)
+    add_cli_args(parser)
+    text = " ".join(parser.format_help().split())
+    places = [text.index(f"{heading}: --granikv-") for heading in GROUPS]
+    assert places == sorted(places)
+    for action in parser._actions:
+        assert action.help is not None and re.search(r"\. Default: \S+\.$", action.help), action.option_strings
 
 
 def test_options_survive_the_environment():

@@ -105,6 +105,19 @@ def test_options_are_checked_before_the_embedded_model_is_fetched(monkeypatch):
     assert "--granikv-regime" in refusal("--granikv-regime", "fast")
 
 
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--granikv-min-tokens"], "--granikv-min-tokens"),
+        (["--granikv-off=yes"], "--granikv-off"),
+        (["--port", "http"], "--port"),
+        (["--model-path"], "--model-path"),
+    ],
+)
+def test_a_malformed_flag_is_named_in_one_line(argv, flag):
+    assert flag in refusal(*argv)
+
+
 def test_main_prints_one_line_and_returns_two(capsys):
     assert launch.main(["--granikv-min-sharers", "0"]) == 2
     captured = capsys.readouterr()

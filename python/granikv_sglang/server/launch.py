@@ -11,7 +11,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from granikv_sglang.config import NAME, GraniKVConfig, add_cli_args, from_args
 from granikv_sglang.core import GraniKVError
@@ -31,12 +31,19 @@ class Launch:
     sglang_args: tuple[str, ...]
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are refusals like all others: one line that names the flag."""
+
+    def error(self, message: str) -> NoReturn:
+        raise GraniKVError(f"{message.removeprefix('argument ')}; --help lists all flags")
+
+
 def parse(argv: Sequence[str], *, has_gpu: bool) -> Launch:
     """Split a command line into GraniKV's options and SGLang's arguments, defaults filled in.
 
     Raises GraniKVError with one readable line on a bad value.
     """
-    parser = argparse.ArgumentParser(prog="granikv_sglang.launch_server", add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     add_cli_args(parser)
     ours, rest = parser.parse_known_args(list(argv))
     unknown = [arg for arg in rest if arg.startswith("--granikv")]
@@ -65,7 +72,7 @@ def parse(argv: Sequence[str], *, has_gpu: bool) -> Launch:
 
 def _peek(args: Sequence[str]) -> argparse.Namespace:
     """The few SGLang arguments the launcher must know; everything stays in ``args`` for SGLang itself."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", default=None)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
@@ -74,11 +81,7 @@ def _peek(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--radix-cache-backend", default=None)
     parser.add_argument("--max-total-tokens", default=None)
     parser.add_argument("--mem-fraction-static", default=None)
-    try:
-        parsed, _ = parser.parse_known_args(list(args))
-    except SystemExit as error:
-        raise GraniKVError("a flag of SGLang is malformed, see the line above; --help lists all flags") from error
-    return parsed
+    return parser.parse_known_args(list(args))[0]
 
 
 def _embedded_model() -> Path:
@@ -144,7 +147,7 @@ def print_help() -> None:
     ours = argparse.ArgumentParser(
         usage="python -m granikv_sglang.launch_server [GraniKV flags] [SGLang flags]",
         description="SGLang's OpenAI-compatible server with shared-prefix decode. Without --model-path it serves the "
-        "embedded model.",
+        "embedded model. While it runs, /granikv shows what is shared.",
         add_help=False,
     )
     add_cli_args(ours)
