@@ -75,7 +75,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
             )  # fmt: skip
         axis.set_xscale("log", base=2)
         axis.set_xticks(xs, [f"{x // 1024}K" if x >= 1024 else str(x) for x in xs])
-        axis.set_ylim(0, 1.14 * max(r["step_ms"][stock] for _, r in points))
+        axis.set_ylim(0, 1.14 * max(max(r["step_ms"].values()) for _, r in points))
         axis.set(xlabel=label, ylabel="decode step, ms", title=title)
         axis.grid(alpha=0.3)
         axis.legend(loc="upper left")
