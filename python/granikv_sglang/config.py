@@ -21,6 +21,7 @@ NAME = "granikv"
 """The name under which the radix cache and the attention backend are registered with SGLang."""
 
 PREFILLS = ("auto", "stock")
+SHARINGS = ("groups", "batch")
 REGIMES = ("auto", *(r.value for r in Regime))
 
 
@@ -61,6 +62,13 @@ class GraniKVConfig:
         "auto reads cached HOT prefixes as dense stretches in prefill; stock leaves every prefill to SGLang's backend.",
         choices=PREFILLS,
     )
+    sharing: str = _option(
+        "groups",
+        "--granikv-sharing",
+        "groups reads every prefix once that two requests of a batch share; batch only what the whole batch shares, as "
+        "batch-global cascades do (for comparison).",
+        choices=SHARINGS,
+    )
     stock_backend: str = _option(
         "auto",
         "--granikv-stock-backend",
@@ -86,6 +94,9 @@ class GraniKVConfig:
             raise GraniKVError(f"--granikv-regime {self.regime!r} is unknown; choose one of {', '.join(REGIMES)}")
         if self.prefill not in PREFILLS:
             raise GraniKVError(f"--granikv-prefill {self.prefill!r} is unknown; choose one of {', '.join(PREFILLS)}")
+
+        if self.sharing not in SHARINGS:
+            raise GraniKVError(f"--granikv-sharing {self.sharing!r} is unknown; choose one of {', '.join(SHARINGS)}")
 
     @property
     def min_segment(self) -> int:

@@ -37,6 +37,7 @@ def test_every_option_has_a_flag_that_sets_it():
         (["--granikv-min-sharers", "1"], "--granikv-min-sharers"),
         (["--granikv-regime", "fast"], "--granikv-regime"),
         (["--granikv-prefill", "fast"], "--granikv-prefill"),
+        (["--granikv-sharing", "all"], "--granikv-sharing"),
     ],
 )
 def test_bad_values_are_refused_in_one_line_that_names_the_flag(argv, flag):

@@ -126,3 +126,17 @@ def test_a_uniform_plan_has_no_items_and_no_coverage():
     assert plan.decision == Decision(Regime.UNIFORM, Reason.TOO_SMALL)
     assert plan.items == ()
     assert plan.coverage.tolist() == [0, 0]
+
+
+def test_sharing_by_batch_reads_only_what_every_request_has_in_common():
+    """What collapses when prompts are heterogeneous: the peer that multi-group sharing is measured against."""
+    planner = Planner(
+        StaticClassifier(EAGER), token_bytes=1, gqa=1, kv_heads=1, layers=1, counters=Counters(), whole_batch=True
+    )
+    everyone = planner.decode("a", lambda: [(TEAM, ROLE_A), (TEAM, ROLE_A), (TEAM, ROLE_B)])
+    assert [(item.tokens, item.rows) for item in everyone.items] == [(500, (0, 1, 2))]
+    assert everyone.coverage.tolist() == [500, 500, 500]
+    outsider = planner.decode("b", lambda: [(TEAM,), (TEAM,), ()])
+    assert outsider.decision == Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)
+    alone = planner.decode("c", lambda: [(TEAM,)])
+    assert alone.decision == Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)

@@ -22,6 +22,7 @@ class Planner:
         gqa, kv_heads: query heads per KV head, and KV heads, of this rank.
         layers: layers of this rank, for the bytes counter.
         capacity: the largest plan the engine takes; None for no bound.
+        whole_batch: share only what every request of the batch has in common, as batch-global cascades do.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Planner:
         layers: int,
         counters: Counters,
         capacity: Capacity | None = None,
+        whole_batch: bool = False,
     ) -> None:
         self._classifier = classifier
         self._token_bytes = token_bytes
@@ -42,6 +44,7 @@ class Planner:
         self._layers = layers
         self._counters = counters
         self._capacity = capacity
+        self._whole_batch = whole_batch
         self._key: Hashable = None
         self._plan: Plan | None = None
         self._version = 0
@@ -87,7 +90,8 @@ class Planner:
 
     def _build(self, paths: Sequence[Path]) -> Plan:
         self._version += 1
-        items = build_items(paths, self._classifier.thresholds.min_item_tokens)
+        members = max(2, len(paths)) if self._whole_batch else 2
+        items = build_items(paths, self._classifier.thresholds.min_item_tokens, members)
         if self._capacity is None or self._capacity.holds(len(paths), items):
             decision = self._classifier.classify(Features(items, len(paths), self._token_bytes, self._gqa))
         else:

@@ -68,6 +68,7 @@ class Runtime:
             layers=len(pool.k_buffer),
             counters=self.counters,
             capacity=capacity_of(self._engines),
+            whole_batch=self.config.sharing == "batch",
         )
         if context.tp_rank == 0:
             self._variants.report()  # SGLang has captured by now
