@@ -1,16 +1,17 @@
 """Host cost of the radix tree at long prefixes: GraniKV's tree against SGLang's, on the CPU, no model, alternated.
 
-Usage: PYTHONPATH=python:kernels:test:benchmark python benchmark/radix_cpu.py [OUT.jsonl]
+Usage: PYTHONPATH=python:kernels:test:benchmark python benchmark/radix_cpu.py [OUT.jsonl] [--device cuda]
 
 A request finds a prefix of P tokens in the tree, prefills 128 tokens of its own and decodes 128. Timed per request:
 ``match`` once more with all of its tokens, as each scheduling pass does for each request that waits; ``unfinished``
-after its prefill; ``finished`` with an insertion. 32 requests a repetition; the two sides in turn, A B, B A.
+after its prefill; ``finished`` with an insertion. 32 requests a repetition; the two sides in turn, A B, B A. With
+``--device cuda`` slots live on the GPU, as in an engine there: host time still, launches included, the GPU idle before.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Callable
@@ -24,8 +25,9 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from granikv_sglang.core import Counters
+from granikv_sglang.pools.allocator import ElasticAllocator
 from granikv_sglang.tree.radix import GraniRadixCache
-from support.world import FakeReq, World
+from support.world import FakeReq
 
 PREFIXES = (1024, 4096, 16384)
 OWN, ANSWER, REQUESTS, REPEATS = 128, 128, 32, 15
@@ -35,8 +37,8 @@ STEPS = ("match", "unfinished", "finished")
 class Rows:
     """``req_to_token`` for all requests of a repetition."""
 
-    def __init__(self, rows: int, context: int) -> None:
-        self.req_to_token = torch.zeros((rows, context), dtype=torch.int32)
+    def __init__(self, rows: int, context: int, device: str) -> None:
+        self.req_to_token = torch.zeros((rows, context), dtype=torch.int32, device=device)
 
     def write(self, indices: tuple[Any, ...], values: torch.Tensor) -> None:
         self.req_to_token[indices] = values
@@ -55,10 +57,10 @@ class Request(FakeReq):
 class Side:
     """One tree with a pool of its own and a warm prefix."""
 
-    def __init__(self, build: Callable[[CacheInitParams], RadixCache], prefix: int) -> None:
+    def __init__(self, build: Callable[[CacheInitParams], RadixCache], prefix: int, device: str) -> None:
         slots = 2 * prefix + (REQUESTS + 1) * (OWN + ANSWER + 2)
-        self.rows = Rows(REQUESTS + 1, prefix + OWN + ANSWER + 1)
-        self.allocator = World(slots=slots).allocator
+        self.rows = Rows(REQUESTS + 1, prefix + OWN + ANSWER + 1, device)
+        self.allocator = ElasticAllocator(slots, torch.int64, device, None)
         self.tree = build(CacheInitParams(False, self.rows, self.allocator, page_size=1))
         self.prefix = array("q", range(1, prefix + 1))
         warm = self._request(0, array("q", [7]))
@@ -120,14 +122,19 @@ class Side:
 
 
 def timed(call: Callable[[int], Any]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     began = time.perf_counter()
     for i in range(REQUESTS):
         call(i)
     return (time.perf_counter() - began) * 1e3 / REQUESTS
 
 
-def bench(prefix: int) -> dict[str, Any]:
-    sides = {"granikv": Side(lambda p: GraniRadixCache(p, Counters()), prefix), "stock": Side(RadixCache, prefix)}
+def bench(prefix: int, device: str) -> dict[str, Any]:
+    sides = {
+        "granikv": Side(lambda p: GraniRadixCache(p, Counters()), prefix, device),
+        "stock": Side(RadixCache, prefix, device),
+    }
     times: dict[str, dict[str, list[float]]] = {name: {step: [] for step in STEPS} for name in sides}
     for repetition in range(REPEATS + 2):
         order = list(sides) if repetition % 2 == 0 else list(reversed(sides))
@@ -136,7 +143,13 @@ def bench(prefix: int) -> dict[str, Any]:
             for step in STEPS:
                 if repetition >= 2:  # the first ones warm up
                     times[name][step].append(took[step])
-    row: dict[str, Any] = {"bench": "radix_cpu", "prefix": prefix, "repeats": REPEATS, "requests": REQUESTS}
+    row: dict[str, Any] = {
+        "bench": "radix_cpu",
+        "device": device,
+        "prefix": prefix,
+        "repeats": REPEATS,
+        "requests": REQUESTS,
+    }
     for step in STEPS:
         ours, stock = (times[name][step] for name in ("granikv", "stock"))
         ratios = [b / a for a, b in zip(ours, stock, strict=True)]
@@ -150,10 +163,14 @@ def bench(prefix: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [bench(prefix) for prefix in PREFIXES]
-    if len(sys.argv) > 1:
-        write_lines(Path(sys.argv[1]), [environment() | row for row in rows])
+    rows = [bench(prefix, args.device) for prefix in PREFIXES]
+    if args.out is not None:
+        write_lines(args.out, [environment() | row for row in rows])
     print(f"{'prefix':>7s} {'step':>11s} {'granikv ms':>11s} {'stock ms':>9s} {'ratio':>6s} {'range':>14s}")
     for row in rows:
         for step in STEPS:
