@@ -17,7 +17,7 @@ PYTHON ?=
 # Exits 0 where the interpreter is one that SGLang 0.5.17's wheels exist for.
 PY_OK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup demo serve test test-gpu lint fmt bench-cpu bench-smoke lock clean
+.PHONY: help setup demo serve test test-gpu browser lint fmt bench-cpu bench-smoke lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,13 @@ test: $(STAMP) ## all tests that need no GPU
 
 test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+browser: ## Chromium, for the tests of the live page (Debian's package, as root; without it they are skipped)
+	@if ! command -v chromium > /dev/null; then
+	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } \
+	        > /dev/null 2>&1 || true
+	    command -v chromium || echo "no Chromium could be installed: the tests that need one will be skipped"
+	fi
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	@failed=0   # all three speak, whichever fails first

@@ -279,8 +279,9 @@ FILES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "upstream": {"hooks": hooks, "front-hooks": front_hooks, "adapters": adapters},
     "state": {"page-state": page_state},
     "configuration": {
-        "flags": flags, "reasons": reasons, "declines": declines, "refusals": refusals, "metrics": metrics,
+        "flags": flags, "refusals": refusals, "metrics": metrics,
     },
+    "operations": {"reasons": reasons, "declines": declines},
     "readme": {"refused-flags": refused_flags},
 }  # fmt: skip
 """Name on the command line -> generated parts of that file."""

@@ -169,6 +169,6 @@ def test_ci_entry_reports_the_status_of_make(tmp_path: Path, status: int) -> Non
     result = subprocess.run([ROOT / ".ci" / "run"], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == status
     lines = result.stdout.splitlines()
-    assert lines[0] == "-k lint test"
+    assert lines[0] == "-k browser lint test"
     assert lines[-2] == summary
     assert lines[-1].startswith("CI: ok" if status == 0 else "CI: failed")
