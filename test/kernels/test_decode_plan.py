@@ -33,7 +33,7 @@ def _item_of(items: list[tuple[int, int, list[int]]], pair: int) -> int:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("gqa", [1, 3, 4, 8])
 def test_units_cover_every_pair_once(gqa: int, seed: int, equal_shares: bool) -> None:
-    config = dataclasses.replace(CONFIG, equal_shares=equal_shares)
+    config = dataclasses.replace(CONFIG, equal_shares_items=32 * equal_shares)
     rng = np.random.default_rng(seed)
     kv_heads, rows, num_sms = 2, 24, 20
     items = _random_items(rng, int(rng.integers(0, 6)), rows)
@@ -138,7 +138,7 @@ def test_equal_shares_end_sooner(items: list[tuple[int, int, list[int]]], narrow
     costs = []
     rows = sum(len(members) for _, _, members in items)
     for equal_shares in (False, True):
-        config = dataclasses.replace(KernelConfig(), narrow_rows=narrow_rows, equal_shares=equal_shares)
+        config = dataclasses.replace(KernelConfig(), narrow_rows=narrow_rows, equal_shares_items=32 * equal_shares)
         limits = Limits.of(rows, len(items), rows, 4, 8, 132, config)
         step = plan_step(items, 4, 8, 132, config, limits)
         assert step.units.shape[0] <= limits.units and step.parts <= limits.parts

@@ -70,11 +70,11 @@ def test_equal_shares(narrow_rows: int, device: str) -> None:
     items = ((700, (0, 1)), (20, (2, 3)), (17, (4,)), (33, (5, 0)))
     case = DecodeCase("shares", 4, 2, 64, items, (5, 40, 1, 2, 0, 9), "float32")
     narrow = PrefixTile(16, 16, 2, 4, 2)
-    config = dataclasses.replace(TINY, narrow=narrow, narrow_rows=narrow_rows, equal_shares=True, unit_overhead=1.0)
+    config = dataclasses.replace(TINY, narrow=narrow, narrow_rows=narrow_rows, equal_shares_items=32, unit_overhead=1.0)
     op = make_op(case, device, config)
     batch = make_batch(case, device, seed=5)
     step = op.plan(batch.items, batch.coverage)
-    plain = make_op(case, device, dataclasses.replace(config, equal_shares=False)).plan(batch.items, batch.coverage)
+    plain = make_op(case, device, dataclasses.replace(config, equal_shares_items=0)).plan(batch.items, batch.coverage)
     assert step.units.shape != plain.units.shape or (step.units != plain.units).any()
     if device == "cpu":  # a GPU has a program for every unit
         assert (step.units[:, 1] == 0).any()

@@ -59,8 +59,8 @@ class KernelConfig:
         tma: prefix tiles through the bulk tensor copy engine.
         pdl: programmatic dependent launch: each grid may start beside the one before it.
         unit_overhead: prologue and epilogue of a prefix unit, in tiles (host planning).
-        equal_shares: cut items of one row tile into one equal share a program where that should end sooner than chunks
-            of one common size.
+        equal_shares_items: up to so many items of one row tile are cut into one equal share a program, where that
+            should end sooner than chunks of one common size; with more items chunks come out even as they are.
         tails_last: the tail grid behind the narrow one, not before it.
     """
 
@@ -75,7 +75,7 @@ class KernelConfig:
     tma: bool = True
     pdl: bool = True
     unit_overhead: float = 6.0
-    equal_shares: bool = False
+    equal_shares_items: int = 32
     tails_last: bool = False
 
 

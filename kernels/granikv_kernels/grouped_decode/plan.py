@@ -132,7 +132,7 @@ def _units_of_class(
             axis=1,
         ).astype(np.int32)
 
-    if config.equal_shares and programs >= kv_heads and row_tiles.max() == 1:
+    if tiles.size <= config.equal_shares_items and programs >= kv_heads and row_tiles.max() == 1:
         shares = cut(tiles, programs // kv_heads, config.unit_overhead)
         place, room = _deal(shares, kv_heads, programs), kv_heads * tiles.size + 4 * programs - kv_heads
         if shares.span < span and place.max() < room:
