@@ -84,6 +84,7 @@ class Saved:
         print(
             f"  made HOT               {grown['promotions']} prefixes, {grown['promoted_tokens']:,} tokens copied once"
         )
+        print(f"  lie in HOT now         {after['pool']['hot']:,} tokens")
         print(f"  steps that shared      {grown['shared_steps']} of {steps}")
         print(f"  prefix not read again  {grown['bytes_not_reread'] / 1e9:.2f} GB of keys and values")
 

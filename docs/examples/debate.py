@@ -20,15 +20,17 @@ def debate(s, tokens: int):
     openings = s.fork(len(ROLES))
     for branch, role in zip(openings, ROLES, strict=True):
         branch += f"Speak as {role}, in one sentence." + sgl.user_end()
-        branch += sgl.assistant(sgl.gen("opening", max_tokens=tokens))
+        branch += sgl.assistant(f"As {role} I say that" + sgl.gen("opening", max_tokens=tokens, stop="\n"))
     s["openings"] = [branch["opening"] for branch in openings]
 
     # What was said is the same for all, so it comes before the role again.
     s += "The openings were:\n" + "\n".join(f"- {role}: {o}" for role, o in zip(ROLES, s["openings"], strict=True))
     replies = s.fork(len(ROLES))
-    for branch, role in zip(replies, ROLES, strict=True):
-        branch += f"\nSpeak as {role} and answer one of the others in one sentence." + sgl.user_end()
-        branch += sgl.assistant(sgl.gen("reply", max_tokens=tokens))
+    for branch, role, other in zip(replies, ROLES, ROLES[1:] + ROLES[:1], strict=True):
+        branch += f"\nSpeak as {role} and answer {other} in one sentence." + sgl.user_end()
+        branch += sgl.assistant(
+            f"I cannot agree with {other}, because" + sgl.gen("reply", max_tokens=tokens, stop="\n")
+        )
     s["replies"] = [branch["reply"] for branch in replies]
 
     s += "\nWhich side has the better reasons?" + sgl.user_end()
@@ -41,8 +43,8 @@ def main() -> None:
         state = debate.run(tokens=options.tokens, backend=server.frontend(), temperature=0)
         print(f"{QUESTION}\n")
         for role, opening, reply in zip(ROLES, state["openings"], state["replies"], strict=True):
-            say(f"{role} opens", opening)
-            say(f"{role} replies", reply)
+            say(f"{role} opens", f"I say that{opening}")
+            say(f"{role} replies", f"I cannot agree, because{reply}")
         say("verdict", state["verdict"])
 
 

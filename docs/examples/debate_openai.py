@@ -24,8 +24,8 @@ def tool(name: str, purpose: str, **parameters: str) -> dict:
 
 
 TOOLS = (
-    tool("look_up_room", "Find a room of the building.", name="the room's name", floor="the floor it is on"),
-    tool("look_up_sum", "Find an amount of money in the brief.", purpose="what the money is for"),
+    tool("look_up_room", "Find a room of the building.", room="its name", floor="the floor it is on"),
+    tool("look_up_sum", "Find an amount of money in the brief.", use="what the money is for"),
     tool("ask_the_council", "Put a question to the council.", question="the question", urgency="high or low"),
     tool("book_a_room", "Book a room.", room="its name", day="the day, as 2026-05-31", hours="from and to"),
 )

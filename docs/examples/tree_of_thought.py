@@ -9,7 +9,7 @@ import sglang as sgl
 from common import BRIEF, RULES, Saved, connect, say
 
 QUESTION = "How can the library be loud for children and quiet for readers at the same time?"
-BEGINNINGS = ("Use doors and distance:", "Use different hours:", "Use different floors:")
+BEGINNINGS = ("Use doors and distance, so that", "Use different hours, so that", "Use different floors, so that")
 TURNS = ("The strongest objection is that", "To make it work, one must")
 
 

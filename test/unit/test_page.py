@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.core import Counters, Decline, Reason, Regime
 from granikv_sglang.plugin.front import Front
 from granikv_sglang.plugin.history import History
-from granikv_sglang.plugin.page import NoState, PageState, SignIn, StateSource, build_router, page_html
+from granikv_sglang.plugin.page import NoState, PageState, QuietState, SignIn, StateSource, build_router, page_html
 from granikv_sglang.plugin.page.router import sign_in_html
 from granikv_sglang.plugin.state import state_of
 from support.world import World
@@ -88,6 +89,21 @@ def test_headers_forbid_loading_and_framing():
     policy = TestClient(app_of()).get("/granikv").headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
+
+
+@pytest.mark.parametrize(
+    ("args", "logged"),
+    [
+        (("127.0.0.1:5", "GET", "/granikv/state", "1.1", 200), False),
+        (("127.0.0.1:5", "GET", "/granikv/state?x=1", "1.1", 200), False),
+        (("127.0.0.1:5", "GET", "/granikv/state", "1.1", 401), True),
+        (("127.0.0.1:5", "POST", "/generate", "1.1", 200), True),
+        ((), True),
+    ],
+)
+def test_the_pages_polling_stays_out_of_the_access_log(args, logged):
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, "%s", args, None)
+    assert QuietState().filter(record) is logged
 
 
 # -- the API key ------------------------------------------------------------------------------------------------------

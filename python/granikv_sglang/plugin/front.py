@@ -6,6 +6,7 @@ of this, nor the imports that come with it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from granikv_sglang.plugin import checks, usage
 from granikv_sglang.plugin.hooks import Hook
-from granikv_sglang.plugin.page import SignIn, StateSource, build_router
+from granikv_sglang.plugin.page import QuietState, SignIn, StateSource, build_router
 
 
 class Front:
@@ -31,6 +32,7 @@ class Front:
 
         if checks.selected(server_args) and server_args.tokenizer_worker_num == 1:
             model = server_args.served_model_name or server_args.model_path
+            logging.getLogger("uvicorn.access").addFilter(QuietState())
             app.include_router(build_router(StateSource(tokenizer_manager.get_internal_state, model)))
 
     def after_api_key(self, _result: Any, app: Any, **_keys: Any) -> None:

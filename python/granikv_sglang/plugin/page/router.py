@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.resources import files
 
@@ -60,6 +61,17 @@ def build_router(source: StateSource) -> APIRouter:
             raise HTTPException(503, str(error)) from error
 
     return router
+
+
+class QuietState(logging.Filter):
+    """Keeps the page's own polling, one line a second for each viewer, out of uvicorn's access log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # uvicorn: (client, method, path, HTTP version, status)
+        match record.args:
+            case (_, "GET", str(path), _, 200):
+                return path.partition("?")[0] != STATE
+        return True
 
 
 class SignIn:
