@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shlex
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_stock_run_without_a_success_is_an_error(monkeypatch, capsys):
     assert "granikv: " in capsys.readouterr().err
 
 
-def test_a_stock_run_that_breaks_off_says_what_had_finished(monkeypatch, capsys):
+def test_a_stock_run_that_breaks_off_keeps_what_had_finished(monkeypatch, capsys, tmp_path):
     def breaks(options):
         async def answer(request_func_input, pbar=None):
             return serving.RequestFuncOutput(success=request_func_input, output_len=5, error="connection refused")
@@ -86,7 +87,9 @@ def test_a_stock_run_that_breaks_off_says_what_had_finished(monkeypatch, capsys)
 
     monkeypatch.setitem(serving.ASYNC_REQUEST_FUNCS, "sglang", through)
     monkeypatch.setattr(serving, "run_benchmark", breaks)
-    assert main(["--dataset-name", "random-ids"]) == 1
+    assert main(["--dataset-name", "random-ids", "--output-file", str(tmp_path / "out")]) == 1
+    line = json.loads((tmp_path / "out").read_text())
+    assert (line["partial"], line["completed"], line["total_output_tokens"]) == (True, 1, 5)
     err = capsys.readouterr().err
     assert "1 requests with 5 output tokens had finished" in err
     assert serving.ASYNC_REQUEST_FUNCS["sglang"] is through

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from sglang.benchmark import serving
 
+from granikv_sglang.bench_serving import machine, sides
 from granikv_sglang.bench_serving.__main__ import main
 from support.fake_server import FakeServer, Faults
 
@@ -183,6 +184,9 @@ def test_a_server_that_dies_ends_the_run_with_partial_results(compare, servers, 
     ]
     (broken,) = of_kind(records, "broken")
     assert "granikv, homogeneous 4 x 64, repetition 3" in broken["why"]
+    # What came back of that repetition is kept too.
+    assert len(broken["requests"]) == 4
+    assert sum(request["ok"] for request in broken["requests"]) == 12 - 2 * 5 - 1
     assert "partial results" in err
     assert "Traceback" not in err
 
@@ -269,3 +273,81 @@ def test_a_report_is_made_again_from_the_lines(compare, tmp_path, capsys):
     again = capsys.readouterr().out
     assert first.strip() in again
     assert (page / "index.html").exists()
+
+
+def test_a_server_of_the_wrong_kind_is_refused(servers, tmp_path, capsys):
+    stock, granikv = servers
+    for baseline, ours, word in ((granikv, granikv, "stock"), (stock, stock, "GraniKV")):
+        urls = ["--compare", baseline.url, "--base-url", ours.url, "--output-file", str(tmp_path / "out.jsonl")]
+        assert main([*LOAD, *urls]) == 1
+        assert f"does not run {word}" in capsys.readouterr().err
+    assert not stock.prompts and not granikv.prompts
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Stand-ins in place of server processes; what was started and stopped, in order."""
+    events = []
+
+    class Process:
+        def __init__(self, name, _port, args, _folder):
+            self.name, self._fake = name, FakeServer(granikv="--granikv-off" not in args).start()
+            events.append(("start", name))
+
+        @property
+        def url(self):
+            return self._fake.url
+
+        def stop(self):
+            events.append(("stop", self.name))
+            self._fake.stop()
+
+        def last_words(self):
+            return ""
+
+    monkeypatch.setattr(sides, "Server", Process)
+    monkeypatch.setattr(
+        sides, "wait_ready", lambda servers, _on_wait: events.extend(("ready", s.name) for s in servers)
+    )
+    return events
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_compare_stock_starts_both_and_stops_both(launched, gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(machine, "_device", lambda: "a device")
+    monkeypatch.setattr(machine.Clocks, "__enter__", lambda clocks: clocks)
+    monkeypatch.setattr(machine.Clocks, "__exit__", lambda clocks, *_: clocks.summary.update(sm_mhz=1.0))
+    argv = [
+        *LOAD,
+        "--compare",
+        "stock",
+        "--model",
+        "/m",
+        "--variant",
+        "other=--x",
+        "--output-file",
+        str(tmp_path / "o"),
+    ]
+    assert main(argv) == 0
+    started = ["stock", "granikv", "other"]
+    if gpu:  # each sizes its pool by what the one before left
+        assert launched[:6] == [event for name in started for event in (("start", name), ("ready", name))]
+    else:
+        assert launched[:3] == [("start", name) for name in started]
+    assert sorted(launched[6:]) == sorted(("stop", name) for name in started)
+    points = of_kind([json.loads(line) for line in (tmp_path / "o").read_text().splitlines()], "point")
+    assert set(points[0]["comparisons"]) == {"granikv", "other"}
+
+
+def test_one_at_a_time_never_has_two_up(launched, tmp_path):
+    argv = [*LOAD, "--compare", "stock", "--model", "/m", "--one-at-a-time", "--output-file", str(tmp_path / "o")]
+    assert main(argv) == 0
+    up = set()
+    for event, name in launched:
+        if event == "start":
+            up.add(name)
+        elif event == "stop":
+            up.discard(name)
+        assert len(up) <= 1
+    assert [name for event, name in launched if event == "start"] == ["stock", "granikv"] * 3

@@ -143,3 +143,10 @@ def test_what_granikv_did_and_where_it_was_measured_is_told(tmp_path):
 
 def test_token_counts_read_as_people_say_them():
     assert [tokens(n) for n in (64, 1000, 1024, 16384, 1536)] == ["64", "1000", "1K", "16K", "1536"]
+
+
+def test_repetitions_that_disagree_are_called_unsteady(tmp_path):
+    shaky = copy.deepcopy(GRID[0])
+    shaky["comparisons"]["granikv"]["speedup"]["output_throughput"] = [1.2, 0.8, 3.1]
+    assert "Unsteady: in 1 of them" in report([shaky, GRID[1]], tmp_path).text
+    assert "unsteady" in table([shaky]) and "unsteady" not in table([GRID[1]])

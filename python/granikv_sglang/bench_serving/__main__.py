@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import warnings
@@ -26,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return app.run(job)
     except GraniKVError as error:
         print(f"granikv: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read our output has had enough (| head): nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("granikv: interrupted; the servers are stopped", file=sys.stderr)

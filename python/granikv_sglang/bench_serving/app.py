@@ -106,6 +106,11 @@ def measured(job: Job) -> int:
                 sides[0].up(lambda _new: progress.tick())
             progress.advance(_START * len(sides))
             about["servers"] = {side.name: {"args": side.command, **_info(side, options)} for side in sides}
+            if options.tag is not None:
+                about["tag"] = options.tag
+            if options.compare is not None:
+                _same_model(about["servers"])
+                _right_kinds(sides, options)
             settings = Settings(
                 options,
                 options.repetitions,
@@ -145,7 +150,7 @@ def _all_points(
             turns, partings = runner.measure(point)
         except GraniKVError as error:
             print(f"granikv: {error}", file=sys.stderr)
-            records.append(results.broken_record(point, str(error), about))
+            records.append(results.broken_record(point, error, about))
             lines.add(records[-1])
             break
         gates: dict[str, list[Gate]] = {}
@@ -248,6 +253,25 @@ def _info(side: Side, options: argparse.Namespace) -> dict[str, Any]:
     if options.one_at_a_time and side.starts == 0:
         return {}
     return side.info()
+
+
+def _same_model(servers: dict[str, dict[str, Any]]) -> None:
+    models = {name: info["model_path"] for name, info in servers.items() if "model_path" in info}
+    if len(set(models.values())) > 1:
+        told = ", ".join(f"{name} {model}" for name, model in models.items())
+        raise GraniKVError(f"the servers serve different models: {told}; --compare needs the same one")
+
+
+def _right_kinds(sides: Sequence[Side], options: argparse.Namespace) -> None:
+    """The baseline is stock and every other side is GraniKV, or the comparison means something else."""
+    for place, side in enumerate(sides):
+        if options.one_at_a_time and side.starts == 0:
+            continue
+        if bool(side.state()) is (place == 0):
+            wanted = "stock SGLang (--granikv-off)" if place == 0 else "GraniKV"
+            raise GraniKVError(
+                f"the {side.name} server at {side.url} does not run {wanted}; see --compare and --base-url"
+            )
 
 
 def _tie_bound(options: argparse.Namespace, servers: dict[str, dict[str, Any]]) -> float:

@@ -207,7 +207,7 @@ def words_of(options: argparse.Namespace, name: str) -> tuple[str, ...]:
 
 def variants_of(options: argparse.Namespace) -> list[tuple[str, tuple[str, ...]]]:
     """``(name, arguments)`` of every ``--variant``."""
-    found = []
+    found: list[tuple[str, tuple[str, ...]]] = []
     for text in options.variant:
         name, equals, args = text.partition("=")
         if not equals or not name.replace("-", "").replace("_", "").isalnum():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from granikv_sglang.bench_serving.plots import Picture, draw_all
-from granikv_sglang.bench_serving.results import granikv_lines
+from granikv_sglang.bench_serving.results import UNSTEADY, granikv_lines, milliseconds, steady
 from granikv_sglang.bench_serving.runner import SHOWN
 
 Record = Mapping[str, Any]
@@ -89,10 +89,14 @@ def _verdict(records: Sequence[Record]) -> str:
         return f'<div class="verdict bad"><b>INVALID</b>: {_e(text + first)}</div>'
     if not comparisons:
         return '<div class="verdict">One server was measured; nothing is compared.</div>'
-    return (
+    text = (
         f'<div class="verdict"><b class="good">Valid</b>: all {len(comparisons)} comparisons passed every gate (output '
-        "tokens, finished requests, outputs, retractions, cache state, clocks).</div>"
+        "tokens, finished requests, outputs, retractions, cache state, clocks)."
     )
+    unsteady = sum(not steady(comparison) for _, _, comparison in comparisons)
+    if unsteady:
+        text += f" <b>Unsteady</b>: in {unsteady} of them {_e(UNSTEADY)}"
+    return text + "</div>"
 
 
 def _overview(records: Sequence[Record]) -> str:
@@ -141,10 +145,8 @@ def _speedups(record: Record, side: str) -> tuple[str, str]:
 
 
 def _figure(picture: Picture) -> str:
-    return (
-        f"<figure><h3>{_e(picture.heading)}</h3>"
-        f'<img src="{_e(picture.file)}" alt="{_e(picture.text)}"><figcaption>{_e(picture.text)}</figcaption></figure>'
-    )
+    image = f'<img src="{_e(picture.file)}" width="{picture.width}" alt="{_e(picture.text)}">'
+    return f"<figure><h3>{_e(picture.heading)}</h3>{image}<figcaption>{_e(picture.text)}</figcaption></figure>"
 
 
 def _details(record: Record) -> str:
@@ -175,9 +177,9 @@ def _latencies(record: Record) -> str:
     rows = []
     for name, side in record["sides"].items():
         cells = [
-            _median(side["metrics"], f"{kind}_{latency}_ms", 1)
+            milliseconds(side["metrics"][key][0]) if key in side["metrics"] else "-"
             for latency in SHOWN
-            for kind in ("mean", "median", "p99")
+            for key in (f"{kind}_{latency}_ms" for kind in ("mean", "median", "p99"))
         ]
         rows.append(f"<tr><td>{_e(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f'<h3>Latencies, milliseconds</h3><div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'

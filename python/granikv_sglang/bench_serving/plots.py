@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,20 @@ COLOURS = ("#8a8f98", "#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a")
 """Baseline first, grey: what is compared stands out from what it is compared with. Told apart in grey print too."""
 MARKERS = ("s", "o", "^", "D", "v", "P")
 INK = "#37352f"
-MOST_PANELS = 4
-DPI = 150
+MOST_PANELS = 5
+DPI = 192
+CSS_DPI = 96
+"""A CSS pixel is 1/96 inch: letters come out at their size in points, twice as sharp."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG of the report: file name, heading, what it shows (also for who cannot see it)."""
+    """A PNG of the report: file name, heading, what it shows (also for who cannot see it), width in CSS pixels."""
 
     file: str
     heading: str
     text: str
+    width: int = 0
 
 
 def draw_all(records: Sequence[Record], folder: Path) -> list[Picture]:
@@ -94,7 +97,7 @@ def _lines(
     if len(wide) > MOST_PANELS:
         step = (len(wide) - 1) / (MOST_PANELS - 1)
         wide = [wide[round(i * step)] for i in range(MOST_PANELS)]
-    figure = Figure(figsize=(max(5.2, 3.1 * len(wide) + 1), 3.9), layout="constrained")
+    figure = Figure(figsize=(max(5.2, (3.1 if len(wide) < 4 else 2.4) * len(wide) + 1), 3.9), layout="constrained")
     axes = figure.subplots(1, len(wide), sharey=True, squeeze=False)[0]
     for place, value in zip(axes, wide, strict=True):
         rows = sorted(panels[value], key=lambda point: point[axis])
@@ -137,10 +140,7 @@ def _shapes(points: Sequence[Record], folder: Path) -> Picture | None:
     others = [point for point in points if point["shape"] != "homogeneous"]
     if not others:
         return None
-    counts = {point["agents"] for point in others}
-    same = [point for point in points if point["shape"] == "homogeneous" and point["agents"] in counts]
-    longest = {point["agents"]: point for point in sorted(same, key=lambda point: point["prefix_tokens"])}
-    shown = [*longest.values(), *others]
+    shown = [*_beside(points, others), *others]
     sides = _sides(shown)
     width = 0.8 / len(sides)
     figure = Figure(figsize=(max(5.2, 1.1 + len(shown) * max(1.25, 0.55 * len(sides))), 4.3), layout="constrained")
@@ -170,6 +170,16 @@ def _shapes(points: Sequence[Record], folder: Path) -> Picture | None:
             "is a homogeneous point with it. Above a bar: the speed-up against the baseline, median of repetitions.",
         ),
     )
+
+
+def _beside(points: Sequence[Record], others: Sequence[Record]) -> list[Record]:
+    """For each number of requests of ``others`` the homogeneous point whose prefix is nearest to their longest."""
+    found: list[Record] = []
+    for count in sorted({point["agents"] for point in others}):
+        longest = max(point["prefix_tokens"] for point in others if point["agents"] == count)
+        same = [point for point in points if point["shape"] == "homogeneous" and point["agents"] == count]
+        found += sorted(same, key=lambda point: abs(point["prefix_tokens"] - longest))[:1]
+    return found
 
 
 def _grid(points: Sequence[Record], folder: Path) -> Picture | None:
@@ -286,4 +296,4 @@ def _save(figure: Figure, folder: Path, picture: Picture) -> Picture:
     FigureCanvasAgg(figure)
     # No date or version in the file: the same results give the same bytes.
     figure.savefig(folder / picture.file, dpi=DPI, facecolor="white", metadata={"Software": None})
-    return picture
+    return replace(picture, width=round(figure.get_figwidth() * CSS_DPI))

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from granikv_sglang.bench_serving.gates import Gate, Turn
-from granikv_sglang.bench_serving.runner import SHOWN, Point
+from granikv_sglang.bench_serving.runner import SHOWN, BrokenOff, Point
 from granikv_sglang.core import GraniKVError
+from granikv_sglang.demo.measure import STEADY
 
 SCHEMA = 1
+UNSTEADY = f"the repetitions are more than {STEADY:g}x apart; measure again on an idle machine."
 RATIOS = ("output_throughput", "request_throughput", "decode_throughput")
 MEDIANS = (
     *RATIOS,
@@ -56,6 +58,12 @@ def speedups(ours: Sequence[Turn], stock: Sequence[Turn]) -> dict[str, list[floa
     return found
 
 
+def steady(comparison: Mapping[str, Any]) -> bool:
+    """Whether the repetitions agree on the speed-up; if not, the machine had something else to do."""
+    speedup = (comparison["speedup"] or {}).get("output_throughput")
+    return speedup is None or speedup[2] <= STEADY * speedup[1]
+
+
 def point_record(
     point: Point, turns: Sequence[Sequence[Turn]], gates: Mapping[str, Sequence[Gate]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -83,10 +91,17 @@ def point_record(
     return record | {"provenance": dict(about)}
 
 
-def broken_record(point: Point, why: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """A point that could not be measured to its end."""
-    return {"kind": "broken", "schema": SCHEMA, "point": point.name, **point.facts, "why": why} | {
-        "provenance": dict(about)
+def broken_record(point: Point, error: GraniKVError, about: Mapping[str, Any]) -> dict[str, Any]:
+    """A point that could not be measured to its end, with the requests of its last turn that came back."""
+    outputs = error.outputs if isinstance(error, BrokenOff) else ()
+    return {
+        "kind": "broken",
+        "schema": SCHEMA,
+        "point": point.name,
+        **point.facts,
+        "why": str(error),
+        "requests": [{"rid": o.rid, "ok": o.success, "tokens": len(o.token_ids), "error": o.error} for o in outputs],
+        "provenance": dict(about),
     }
 
 
@@ -168,14 +183,21 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
 def _side_line(name: str, side: Mapping[str, Any]) -> str:
     metrics = side["metrics"]
 
-    def shown(key: str, width: int, digits: int = 1) -> str:
+    def shown(key: str, width: int, digits: int) -> str:
         return f"{metrics[key][0]:>{width}.{digits}f}" if key in metrics else f"{'-':>{width}}"
 
-    latencies = "".join(
-        f"{' / '.join(shown(f'{kind}_{latency}_ms', 0) for kind in ('mean', 'median', 'p99')):<27}" for latency in SHOWN
-    )
-    throughput = shown("output_throughput", 11) + shown("request_throughput", 9, 2) + shown("decode_throughput", 12)
-    return f"  {name:<14}{throughput}   {latencies}".rstrip()
+    def times(latency: str) -> str:
+        keys = [f"{kind}_{latency}_ms" for kind in ("mean", "median", "p99")]
+        return " / ".join(milliseconds(metrics[key][0]) if key in metrics else "-" for key in keys)
+
+    throughput = shown("output_throughput", 11, 1) + shown("request_throughput", 9, 2)
+    decode = shown("decode_throughput", 12, 1)
+    return f"  {name:<14}{throughput}{decode}   {''.join(f'{times(latency):<27}' for latency in SHOWN)}".rstrip()
+
+
+def milliseconds(value: float) -> str:
+    """A time with about three digits: nobody reads tenths of a millisecond of a second."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def granikv_lines(name: str, side: Mapping[str, Any]) -> list[str]:
@@ -206,8 +228,10 @@ def _comparison_lines(name: str, baseline: str, comparison: Mapping[str, Any]) -
         for key, label in (("output_throughput", "output tokens/s"), ("decode_throughput", "decode tokens/s"))
         if key in comparison["speedup"]
     ]
-    gates = "; ".join(f"{gate['name']}: {gate['text']}" for gate in comparison["gates"])
-    return [f"  {name} against {baseline}: {', '.join(parts)}", f"    valid: {gates}"]
+    # The rest of the gates have nothing to add on a terminal; the page has them all.
+    told = [gate["text"] for gate in comparison["gates"] if gate["name"] in ("outputs", "cache state", "clocks")]
+    mark = [] if steady(comparison) else [f"    unsteady: {UNSTEADY}"]
+    return [f"  {name} against {baseline}: {', '.join(parts)}", *mark, f"    all gates hold: outputs {'; '.join(told)}"]
 
 
 def _passes(turns: Sequence[Turn]) -> dict[str, int]:

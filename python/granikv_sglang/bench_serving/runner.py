@@ -48,6 +48,14 @@ class Settings:
     gpu: bool
 
 
+class BrokenOff(GraniKVError):
+    """A run that ended before its time. ``outputs`` holds the records of the requests that came back before that."""
+
+    def __init__(self, text: str, outputs: Sequence[IdOutput]) -> None:
+        super().__init__(text)
+        self.outputs = tuple(outputs)
+
+
 class Listener(Protocol):
     """Who keeps results as they come."""
 
@@ -93,9 +101,9 @@ class Runner:
                 asks, outputs, seconds = self._send(side, load, said)
             state = side.state()
         except GraniKVError as error:
-            raise GraniKVError(
-                f"{side.name}, {point.name}, repetition {repetition + 1}: {error}{side.last_words()}"
-            ) from (error)
+            where = f"{side.name}, {point.name}, repetition {repetition + 1}"
+            came_back = error.outputs if isinstance(error, BrokenOff) else ()
+            raise BrokenOff(f"{where}: {error}{side.last_words()}", came_back) from error
         metrics = measures(asks, outputs, seconds, streamed=not self.settings.options.disable_stream)
         grown = growth(before, state.get("counters", {}))
         if state:
@@ -141,7 +149,7 @@ class Runner:
             self.settings.stream_interval,
             timed=options.use_trace_timestamps,
             slowdown=options.mooncake_slowdown_factor,
-            on_tokens=lambda _new: self.progress.tick(),
+            on_tokens=self._ticker(),
         )
         seconds = 0.0
         for turn in load.turns:
@@ -149,7 +157,10 @@ class Runner:
             if most is not None:
                 asks = tuple(Ask(a.rid, a.group, a.prompt, a.prompt_len, min(most, a.output_len)) for a in asks)
             begin = len(requester.outputs)
-            drive(options, side.url, asks, requester, self.log)
+            try:
+                drive(options, side.url, asks, requester, self.log)
+            except GraniKVError as error:
+                raise BrokenOff(str(error), requester.outputs) from error
             fresh = requester.outputs[begin:]
             sent += asks
             ends = [output.start_time + output.latency for output in fresh if output.success]
@@ -173,7 +184,7 @@ class Runner:
                 self._bring_up(side)
             tops.append(
                 [
-                    side.top_two([*answer.prompt, *answer.token_ids[: difference.at]])  # type: ignore[list-item]
+                    side.top_two([*answer.prompt, *answer.token_ids[: difference.at]])
                     for _, answer, difference in open_questions
                     if not isinstance(answer.prompt, str)
                 ]
@@ -185,6 +196,19 @@ class Runner:
             verdict = judge(difference, mine, theirs, self.settings.tie_bound)
             partings.append(Parting(answer.rid, turn.repetition, difference, verdict.tie, verdict.text))
         return partings
+
+    def _ticker(self) -> Callable[[int], None]:
+        """Keeps the bar's clock moving, twice a second: drawing it at every token would be measured too."""
+        last = time.monotonic()
+
+        def tick(_new: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= 0.5:
+                last = now
+                self.progress.tick()
+
+        return tick
 
     def _phase(self, text: str) -> None:
         self.progress.advance()

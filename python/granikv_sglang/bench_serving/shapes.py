@@ -88,7 +88,7 @@ def build(spec: MultiAgent, repetition: int) -> Workload:
             prompt = (*prefix, *next(privates))
             asks.append(Ask(f"{group.name}-{member}", group.name, prompt, len(prompt), spec.output))
     # Agents of different groups arrive among each other, as they do in life.
-    generator(*_own(spec, repetition), "order").shuffle(asks)  # type: ignore[arg-type]
+    generator(*_own(spec, repetition), "order").shuffle(asks)
     return Workload(tuple(dict.fromkeys(p for p in paths if p)), one_turn(asks), _summary(groups))
 
 

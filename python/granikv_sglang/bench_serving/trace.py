@@ -82,10 +82,12 @@ def parse(line: str, block_size: int) -> Record:
     at_ms, hash_ids = value.get("timestamp", 0), value.get("hash_ids")
     if isinstance(at_ms, bool) or not isinstance(at_ms, (int, float)) or not 0 <= at_ms < float("inf"):
         raise ValueError(f"timestamp {at_ms!r} is not milliseconds from the start")
-    lengths = {name: value.get(name) for name in ("input_length", "output_length")}
-    for name, length in lengths.items():
-        if not _whole(length) or length < 1:
+    lengths: dict[str, int] = {}
+    for name in ("input_length", "output_length"):
+        length = value.get(name)
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"{name} {length!r} is not a positive whole number")
+        lengths[name] = length
     if not isinstance(hash_ids, list) or not all(_whole(h) for h in hash_ids):
         raise ValueError("hash_ids is not a list of whole numbers")
     wanted = -(-lengths["input_length"] // block_size)

@@ -86,12 +86,30 @@ def run_stock(options: argparse.Namespace) -> dict[str, Any]:
         result = serving.run_benchmark(options)
     except (requests.RequestException, ValueError, IndexError, AssertionError, OSError) as error:
         done = [output for output in seen if output.success]
-        raise GraniKVError(_stock_failure(error, done, seen)) from error
+        kept = _keep_partial(options, done, seen) if done else ""
+        raise GraniKVError(_stock_failure(error, done, seen) + kept) from error
     finally:
         serving.ASYNC_REQUEST_FUNCS[options.backend] = original
     if result["completed"] == 0:
         raise GraniKVError(_stock_failure(None, [], seen))
     return dict(result)
+
+
+def _keep_partial(options: argparse.Namespace, done: Sequence[Any], seen: Sequence[Any]) -> str:
+    """SGLang writes its line at the end only: write what finished before a run broke off; says where."""
+    path = options.output_file or f"{options.backend}_{options.dataset_name}_partial.jsonl"
+    line = {
+        "partial": True,
+        "dataset_name": options.dataset_name,
+        "completed": len(done),
+        "total_output_tokens": sum(output.output_len for output in done),
+        "latencies": [output.latency for output in done],
+        "ttfts": [output.ttft for output in done],
+        "errors": sorted({output.error.strip().splitlines()[-1][:300] for output in seen if output.error}),
+    }
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    return f"; partial results: {path}"
 
 
 def _stock_failure(error: BaseException | None, done: Sequence[Any], seen: Sequence[Any]) -> str:
