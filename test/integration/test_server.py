@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def test_flush_empties_the_arena_and_the_server_lives_on(granikv):
 
 def test_off_is_stock(stock):
     assert stock.granikv_state() == {}
+    for path in ("/granikv", "/granikv/state"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            stock.get(path)
     log = stock.log.read_text(errors="replace")
     assert "impl=RadixCache " in log
     assert "GraniRadixCache" not in log
