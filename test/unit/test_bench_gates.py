@@ -136,6 +136,9 @@ def test_gpu_clocks_are_medians_of_the_busy_samples():
     assert (found["sm_mhz"], found["memory_mhz"], found["samples"]) == (1965, 3201, 3)
     assert gpu_clocks("") == {}
     assert gpu_clocks("[N/A], 1, 2, 3, 4") == {}
+    # A virtual machine may hide the power draw; the rest counts.
+    hidden = gpu_clocks("1980, 3201, 50, [N/A], 99\n1970, 3201, 50, [N/A], 98")
+    assert hidden == {"sm_mhz": 1975, "memory_mhz": 3201, "celsius": 50, "busy_percent": 98.5, "samples": 2}
 
 
 def test_a_cpu_always_has_something_to_record():

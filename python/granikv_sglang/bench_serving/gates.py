@@ -12,8 +12,9 @@ from granikv_sglang.demo.compare import Difference, first_difference
 STATE_TOLERANCE = 0.02
 """Share of the prompt tokens by which the cached tokens of two sides may differ: who arrives first in a cold cache is
 decided by the network."""
-CLOCK_TOLERANCE = 0.05
-"""Relative difference of the SM clock from which two sides did not run on the same device any more."""
+CLOCK_TOLERANCE = 0.15
+"""Relative difference of the SM clock from which two sides did not run under the same conditions. A side that uses the
+matrix units more may reach the power limit and lose some per cent: that is its own cost, and no fault of the run."""
 
 
 @dataclass(frozen=True, slots=True)

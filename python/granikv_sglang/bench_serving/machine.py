@@ -18,6 +18,7 @@ from typing import Any
 
 PACKAGES = ("granikv-sglang", "sglang", "torch", "triton", "flashinfer-python", "transformers")
 _QUERY = "clocks.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu"
+_NAMES = ("sm_mhz", "memory_mhz", "celsius", "watts", "busy_percent")
 _BUSY = 5
 """Per cent of utilisation from which a sample of the GPU counts: an idle GPU lowers its clocks."""
 
@@ -60,8 +61,7 @@ def _commit() -> str:
 
 def _device() -> str:
     if has_gpu():
-        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        lines = subprocess.run(command, capture_output=True, check=False, text=True).stdout.strip().splitlines()
+        lines = _ask("name,driver_version").strip().splitlines()
         return f"{len(lines)} x {lines[0]}" if lines else "GPU, nvidia-smi does not say which"
     names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return f"{len(os.sched_getaffinity(0))} CPU cores, {names[0] if names else platform.machine()}"
@@ -96,21 +96,38 @@ class Clocks:
             return
         self._process.terminate()
         self.summary = gpu_clocks(self._process.communicate()[0])
+        if not self.summary:
+            # Some hosts give nothing while it runs: the clock just after the run is still up.
+            self.summary = gpu_clocks(_ask(_QUERY))
 
 
 def gpu_clocks(text: str) -> dict[str, float]:
-    """Medians over the busy samples of nvidia-smi's output (all GPUs together); over all when none was busy."""
-    rows = []
-    for line in text.splitlines():
-        try:
-            sm, memory, celsius, watts, busy = (float(part) for part in line.split(","))
-        except ValueError:
-            continue  # a line cut off at the end, or a value this GPU does not report
-        rows.append((sm, memory, celsius, watts, busy))
-    rows = [row for row in rows if row[4] >= _BUSY] or rows
-    names = ("sm_mhz", "memory_mhz", "celsius", "watts", "busy_percent")
-    medians = (statistics.median(column) for column in zip(*rows, strict=True)) if rows else ()
-    return dict(zip(names, medians, strict=False)) | ({"samples": len(rows)} if rows else {})
+    """Medians over the busy samples of nvidia-smi's output (all GPUs together); over all when none was busy.
+
+    What a GPU does not report is left out.
+    """
+    rows = [[_number(part) for part in line.split(",")] for line in text.splitlines()]
+    # A line may be cut off at the end; without the SM clock a sample says nothing.
+    rows = [row for row in rows if len(row) == len(_NAMES) and row[0] is not None]
+    rows = [row for row in rows if (row[-1] or 0) >= _BUSY] or rows
+    summary: dict[str, float] = {}
+    for name, column in zip(_NAMES, zip(*rows, strict=True), strict=False):
+        values = [value for value in column if value is not None]
+        if values:
+            summary[name] = statistics.median(values)
+    return summary | ({"samples": len(rows)} if rows else {})
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _ask(query: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, check=False, text=True).stdout
 
 
 def cpu_clocks() -> dict[str, float]:
