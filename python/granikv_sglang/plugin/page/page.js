@@ -297,6 +297,7 @@
     at("model").title = state.model;
     at("version").textContent = `GraniKV ${state.version} on ${state.stock_backend}, up since ${new Date(state.started * 1000).toLocaleString()}`;
     at("json").href = STATE;
+    at("json").hidden = sessionStorage.getItem(STORE) !== null; // a link cannot carry the key
     last = state;
     tiles(state);
     part("forest", state.forest, forest);
