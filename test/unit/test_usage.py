@@ -98,10 +98,12 @@ def test_response_classes_print_it_and_print_stocks_usage_as_stock_does(cls, fie
 
 def test_the_scheduler_counts_hot_within_cached():
     runtime = Runtime(GraniKVConfig())
-    req = SimpleNamespace(last_node=object(), cached_tokens=90)
+    req = SimpleNamespace(last_node=object(), cached_tokens=90, finished=lambda: True)
     assert runtime.after_cached_tokens({"device": 90, "host": 0}, None, req) == {"device": 90, "host": 0}
     runtime.tree = SimpleNamespace(hot_path=lambda _node: ((1, Span(256, 64)), (2, Span(320, 100))))
     assert runtime.after_cached_tokens({"device": 90, "host": 0}, None, req)["hot"] == 90
     runtime.tree = SimpleNamespace(hot_path=lambda _node: ((1, Span(256, 64)),))
     assert runtime.after_cached_tokens({"device": 90, "host": 0}, None, req)["hot"] == 64
     assert runtime.after_cached_tokens(None, None, req) is None
+    req.finished = lambda: False
+    assert runtime.after_cached_tokens({"device": 90, "host": 0}, None, req) == {"device": 90, "host": 0}

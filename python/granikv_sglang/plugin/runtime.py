@@ -146,7 +146,8 @@ class Runtime:
         return result
 
     def after_cached_tokens(self, details: Any, _streamer: Any, req: Any) -> Any:
-        if not details or self.tree is None:
+        # Only with the last piece of an answer: a stream asks at every token, for every request.
+        if not details or self.tree is None or not req.finished():
             return details
         # HOT leads every path, so the cached part is HOT up to the shorter of the two.
         hot = sum(span.length for _, span in self.tree.hot_path(req.last_node))
