@@ -1,24 +1,22 @@
 #!/usr/bin/env bash
-# What each part adds, at 64 requests on 16K and on 8 prefixes of 2K to 16K: (a) stock; (c) multi-group cascade over HOT;
-# (d) the grouped kernel over HOT; then the whole of GraniKV, prefill included, and the batch-global peer, which shares
-# only what the whole batch has in common and so collapses when prompts are heterogeneous. Three servers at a time.
-# (b), multi-group cascade over the ordinary paged pool without HOT, needs a switch that does not exist yet: give its
-# arguments in PAGED_ARGS when it does, and it is measured in a third run.
+# What each part adds, at 64 requests on 16K and on 8 prefixes of 2K to 16K, each against (a) stock in the same run. Prefill
+# is the stock backend's in (b) to (d). Three servers at a time:
+#   storage   cascade-paged is (b), multi-group cascade over the ordinary paged pool, HOT off; granikv is (c), + HOT
+#   kernel    cascade-hot is (c) again; granikv is (d), + the grouped kernel
+#   peer      batch-global shares only what the whole batch has in common, else it is stock: it collapses when prompts are
+#             heterogeneous; granikv is all of it, prefill included
 . "$(dirname "$0")/h200.inc"
 pool="${POOL:-125000}"
 points=(--ma-shape homogeneous --ma-prefix-len 16384 --ma-agents 64
     --point "--ma-shape heterogeneous --ma-groups 8 --ma-length-ratio 8 --ma-prefix-len 16384 --ma-agents 128")
+own="--granikv-prefill stock --granikv-regime"
 
-# parts NAME GRANIKV_ARGS VARIANT...: stock, the server called granikv, and one variant of it.
+# parts NAME GRANIKV_ARGS VARIANT: stock, the server called granikv with GRANIKV_ARGS, and one variant of it.
 parts() {
-    local name="$1"
     granikv_memory="--mem-fraction-static 0.85 $2"
-    shift 2
-    compare "decomposition_$name" "${points[@]}" "$@"
+    compare "decomposition_$1" "${points[@]}" --variant "$3"
 }
 
-parts hot "--granikv-prefill stock --granikv-regime batched_gemm" --variant "cascade-hot=--granikv-regime cascade"
-parts peer "" --variant "batch-global=--granikv-sharing batch --granikv-regime cascade --granikv-prefill stock"
-if [ -n "${PAGED_ARGS:-}" ]; then
-    parts paged "--granikv-prefill stock --granikv-regime cascade" --variant "cascade-paged=$PAGED_ARGS"
-fi
+parts storage "$own cascade" "cascade-paged=--granikv-hot off"
+parts kernel "$own batched_gemm" "cascade-hot=$own cascade"
+parts peer "" "batch-global=--granikv-sharing batch --granikv-hot off $own cascade"

@@ -22,6 +22,7 @@ NAME = "granikv"
 
 PREFILLS = ("auto", "stock")
 SHARINGS = ("groups", "batch")
+HOTS = ("on", "off")
 REGIMES = ("auto", *(r.value for r in Regime))
 
 
@@ -69,6 +70,13 @@ class GraniKVConfig:
         "batch-global cascades do (for comparison).",
         choices=SHARINGS,
     )
+    hot: str = _option(
+        "on",
+        "--granikv-hot",
+        "off promotes nothing: cascade reads shared prefixes token by token where they lie. To measure what HOT adds; "
+        "needs a GPU and --granikv-regime cascade.",
+        choices=HOTS,
+    )
     stock_backend: str = _option(
         "auto",
         "--granikv-stock-backend",
@@ -97,6 +105,8 @@ class GraniKVConfig:
 
         if self.sharing not in SHARINGS:
             raise GraniKVError(f"--granikv-sharing {self.sharing!r} is unknown; choose one of {', '.join(SHARINGS)}")
+        if self.hot not in HOTS:
+            raise GraniKVError(f"--granikv-hot {self.hot!r} is unknown; choose one of {', '.join(HOTS)}")
 
     @property
     def min_segment(self) -> int:

@@ -206,3 +206,27 @@ def test_one_plan_with_and_without_padding(engine):
     for world in (padded, bare, padded):
         world.check(attend(engine, plan, world))
     assert sorted(engine._passes) == [4, 6]
+
+
+@pytest.mark.parametrize(("paths", "tails"), CASES[:2])
+def test_paged_items_are_read_by_slot_wherever_they_lie(engine, paths, tails):
+    """HOT off: an item is token positions, and its slots are strewn over the pool."""
+    paged = cascade.CascadeSharedDecode(GEOMETRY, 64, SLOTS, paged=True)
+    world = World(paths, tails, len(paths))
+    strewn = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(3)) + 1
+    moved = {slot: int(strewn[slot - 1]) for slot in range(1, SLOTS)}
+    world.rows = [[moved[slot] for slot in slots] for slots in world.rows]
+    for i, slots in enumerate(world.rows):
+        world.table[i + 1, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+    positions = []
+    for path in paths:
+        at, spans = 0, []
+        for node, span in path:
+            spans.append((node, Span(at, span.length)))
+            at += span.length
+        positions.append(spans)
+    plan = plan_of(positions, 1)
+    assert plan.items
+    world.check(attend(paged, plan, world))
+    with pytest.raises(AssertionError):
+        world.check(attend(engine, plan, world))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.core import GraniKVError
 from granikv_sglang.plugin import checks
 
@@ -113,3 +114,21 @@ def test_one_name_without_the_other_is_refused():
     assert checks.selected(stock_args(attention_backend="granikv", radix_cache_backend="granikv"))
     assert "--radix-cache-backend" in refusal(lambda: checks.selected(stock_args(attention_backend="granikv")))
     assert "--attention-backend" in refusal(lambda: checks.selected(stock_args(radix_cache_backend="granikv")))
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "word"),
+    [
+        ({"hot": "off"}, "cuda", "--granikv-regime cascade"),
+        ({"hot": "off", "regime": "batched_gemm"}, "cuda", "--granikv-regime cascade"),
+        ({"hot": "off", "regime": "cascade"}, "cpu", "NVIDIA GPU"),
+        ({"hot": "off", "regime": "cascade"}, "cuda", None),
+        ({}, "cpu", None),
+    ],
+)
+def test_options_that_exclude_each_other(options, device, word):
+    if word is None:
+        checks.refuse_options(GraniKVConfig(**options), device)
+        return
+    with pytest.raises(GraniKVError, match=word):
+        checks.refuse_options(GraniKVConfig(**options), device)

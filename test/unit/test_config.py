@@ -38,6 +38,7 @@ def test_every_option_has_a_flag_that_sets_it():
         (["--granikv-regime", "fast"], "--granikv-regime"),
         (["--granikv-prefill", "fast"], "--granikv-prefill"),
         (["--granikv-sharing", "all"], "--granikv-sharing"),
+        (["--granikv-hot", "warm"], "--granikv-hot"),
     ],
 )
 def test_bad_values_are_refused_in_one_line_that_names_the_flag(argv, flag):

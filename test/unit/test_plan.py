@@ -121,7 +121,9 @@ def test_planner_reuses_the_plan_while_the_key_stands_and_counts_every_pass():
 
 
 def test_a_uniform_plan_has_no_items_and_no_coverage():
-    planner = Planner(StaticClassifier(CUDA_THRESHOLDS), token_bytes=1, gqa=1, kv_heads=1, layers=1, counters=Counters())
+    planner = Planner(
+        StaticClassifier(CUDA_THRESHOLDS), token_bytes=1, gqa=1, kv_heads=1, layers=1, counters=Counters()
+    )
     plan = planner.decode("a", lambda: [(TEAM,), (TEAM,)])
     assert plan.decision == Decision(Regime.UNIFORM, Reason.TOO_SMALL)
     assert plan.items == ()

@@ -61,6 +61,25 @@ def test_a_split_is_two_spans_over_the_same_slots_without_a_copy():
     assert world.counters.hot_splits == 1
 
 
+def test_a_prefix_path_names_positions_where_all_members_hold_the_same_slots():
+    world = World(min_tokens=64)
+    reqs = [serve(world, words(PREFIX, (3000, 50), (i, 3))) for i in (1, 2)] + [serve(world, words(PREFIX, (9, 3)))]
+    paths = [world.tree.prefix_path(req.last_node) for req in reqs]
+    assert [span.length for _, span in paths[0][:2]] == [100, 50]
+    assert [span.start for _, span in paths[0][:2]] == [0, 100]
+    assert paths[2][0] == paths[0][0] and paths[0][1] == paths[1][1]
+    table = world.tree.req_to_token_pool.req_to_token
+    for node in {node for path in paths for node, _ in path}:
+        held = [
+            tuple(table[req.req_pool_idx, span.start : span.stop].tolist())
+            for req, path in zip(reqs, paths, strict=True)
+            for other, span in path
+            if other == node
+        ]
+        assert len(set(held)) == 1
+    assert world.tree.prefix_path(None) == ()
+
+
 def test_two_levels_make_two_extents():
     world = World(min_tokens=64)
     roles = [serve(world, words(PREFIX, (3000, 50), (i, 3))) for i in (1, 2, 3)]

@@ -33,10 +33,13 @@ CUDA_ENGINES = ("cascade",)
 EXTENDS = ("torch", "flashinfer")
 
 
-def build_engine(name: str, geometry: Geometry | None = None, max_rows: int = 0, slots: int = 0) -> SharedDecode:
+def build_engine(
+    name: str, geometry: Geometry | None = None, max_rows: int = 0, slots: int = 0, paged: bool = False
+) -> SharedDecode:
     """The engine called ``name``. KeyError if unknown.
 
-    All but ``torch`` need the attention shapes and the largest batch; ``cascade`` also the slots of the KV pool.
+    All but ``torch`` need the attention shapes and the largest batch; ``cascade`` also the slots of the KV pool; it
+    alone takes ``paged`` plans, whose items are token positions of their first row and not slots.
     """
     if name == "torch":
         return TorchSharedDecode()
@@ -49,7 +52,7 @@ def build_engine(name: str, geometry: Geometry | None = None, max_rows: int = 0,
         # Imports CUDA libraries: a CPU server has no use for it.
         from granikv_sglang.backends.cascade import CascadeSharedDecode  # noqa: PLC0415
 
-        return CascadeSharedDecode(geometry, max_rows, slots)
+        return CascadeSharedDecode(geometry, max_rows, slots, paged)
     raise KeyError(name)
 
 

@@ -146,7 +146,14 @@ class CascadePass:
         self.limits = limits
         rows, requests, pairs = limits.rows, limits.requests, limits.pairs
         heads, dim = geometry.q_heads, geometry.head_dim
-        sizes = {"count": 1, "qo": requests + 1, "kv": requests + 1, "starts": requests, "coverage": rows}
+        sizes = {
+            "count": 1,
+            "qo": requests + 1,
+            "kv": requests + 1,
+            "starts": requests,
+            "coverage": rows,
+            "first_row": requests,
+        }
         sizes |= {"list_ptr": rows + 1, "list_part": pairs + rows, "pair_row": pairs}
         self._arena = Arena(sizes, geometry.device)
         self._tail_arena = Arena({"qo": rows + 1, "kv": rows + 1}, geometry.device)
@@ -169,8 +176,8 @@ class CascadePass:
         self._pairs = pairs
         self._rows = rows
 
-    def plan_prefix(self, arrays: PrefixArrays, coverage: Ints) -> None:
-        """Set the items of the next passes."""
+    def plan_prefix(self, arrays: PrefixArrays, coverage: Ints, paged: DecodeBatch | None = None) -> None:
+        """Set the items of the next passes; ``paged`` holds the slots of items that are token positions."""
         full = np.zeros(self.limits.rows, np.int32)
         full[: coverage.shape[0]] = coverage
         self._pairs = arrays.pairs
@@ -180,13 +187,19 @@ class CascadePass:
                 "qo": arrays.qo_indptr,
                 "kv": arrays.kv_indptr,
                 "starts": arrays.starts,
+                "first_row": arrays.first_row,
                 "coverage": full,
                 "list_ptr": arrays.list_ptr,
                 "list_part": arrays.list_part,
                 "pair_row": arrays.pair_row,
             }
         )
-        extent_slots(self._arena["starts"], self._arena["kv"], self._item_slots)
+        if paged is None:
+            extent_slots(self._arena["starts"], self._arena["kv"], self._item_slots)
+        else:
+            # All members of an item hold the same slots: its first one's row of the table has them.
+            requests = paged.req_pool_indices[self._arena["first_row"].long()]
+            tail_slots(paged.req_to_token, requests, self._arena["starts"], self._arena["kv"], self._item_slots)
         self._prefix.plan(arrays.qo_indptr, arrays.kv_indptr)
 
     def plan_tails(self, seq_lens: npt.NDArray[np.int64], coverage: Ints) -> None:
@@ -238,14 +251,16 @@ class CascadeSharedDecode:
         geometry: attention shapes of this rank; see :func:`cascade_takes`.
         max_rows: the largest batch, padding included.
         slots: slots of the KV pool.
+        paged: an item's ``start`` is a token position of its members, and its slots may lie anywhere.
     """
 
     graph_safe = True
 
-    def __init__(self, geometry: Geometry, max_rows: int, slots: int) -> None:
+    def __init__(self, geometry: Geometry, max_rows: int, slots: int, paged: bool = False) -> None:
         self.capacity: Capacity | None = CascadeCapacity.of(max_rows)
         self._geometry = geometry
         self._slots = slots
+        self._paged = paged
         self.scratch = Scratch(geometry.device)
         self._passes: dict[int, CascadePass] = {}
         self._planned: tuple[int, int] | None = None
@@ -261,7 +276,7 @@ class CascadeSharedDecode:
             # One buffer of item slots serves all sizes, so a pass planned before another was is not planned any more.
             self._planned = None
             arrays = prefix_arrays(plan.items, one.limits) if plan.items else largest_arrays(one.limits)
-            one.plan_prefix(arrays, plan.coverage)
+            one.plan_prefix(arrays, plan.coverage, batch if self._paged and plan.items else None)
             self._planned = key
         lens = batch.seq_lens.cpu() if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         one.plan_tails(lens.numpy().astype(np.int64), plan.coverage)

@@ -77,7 +77,8 @@ class PrefixArrays:
     Attributes:
         qo_indptr: int32 ``[requests + 1]``, run of pairs of each item; requests not in use are empty.
         kv_indptr: int32 ``[requests + 1]``, run of slots of each item.
-        starts: int32 ``[requests]``, first slot of each item.
+        starts: int32 ``[requests]``, first slot of each item; its first token position in a paged plan.
+        first_row: int32 ``[requests]``, batch row of each item's first member.
         pair_row: int32 ``[pairs]``, batch row of each (item, member).
         list_ptr, list_part: int32, the states to merge for each row: row r has ``list_part[list_ptr[r] : list_ptr[r +
             1]]``, its pairs in order and last its tail, which is state ``limits.pairs + r``.
@@ -86,6 +87,7 @@ class PrefixArrays:
     qo_indptr: Ints
     kv_indptr: Ints
     starts: Ints
+    first_row: Ints
     pair_row: Ints
     list_ptr: Ints
     list_part: Ints
@@ -114,11 +116,14 @@ def prefix_arrays(items: Sequence[Item], limits: PassLimits) -> PrefixArrays:
         raise ValueError(f"an item names row {pair_row.max()}, the pass has {limits.rows} rows")
     starts = np.zeros(limits.requests, np.int32)
     starts[: len(items)] = [item.start for item in items]
+    first_row = np.zeros(limits.requests, np.int32)
+    first_row[: len(items)] = [item.rows[0] for item in items]
     tokens = np.fromiter((item.tokens for item in items), np.int32, len(items))
     list_ptr, list_part = _lists(pair_row, limits)
     return PrefixArrays(
-        _indptr(members, limits.requests), _indptr(tokens, limits.requests), starts, pair_row, list_ptr, list_part
-    )
+        _indptr(members, limits.requests), _indptr(tokens, limits.requests), starts, first_row, pair_row, list_ptr,
+        list_part,
+    )  # fmt: skip
 
 
 def largest_arrays(limits: PassLimits) -> PrefixArrays:
@@ -130,7 +135,7 @@ def largest_arrays(limits: PassLimits) -> PrefixArrays:
     qo_indptr[-1], kv_indptr[-1] = limits.pairs, 1
     list_ptr, list_part = _lists(np.zeros(0, np.int32), limits)
     nothing = np.zeros(limits.requests, np.int32)
-    return PrefixArrays(qo_indptr, kv_indptr, nothing, np.zeros(limits.pairs, np.int32), list_ptr, list_part)
+    return PrefixArrays(qo_indptr, kv_indptr, nothing, nothing, np.zeros(limits.pairs, np.int32), list_ptr, list_part)
 
 
 def tail_indptr(seq_lens: npt.NDArray[np.int64], coverage: Ints, rows: int) -> Ints:

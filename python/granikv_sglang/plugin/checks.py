@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from granikv_sglang.config import NAME
-from granikv_sglang.core import GraniKVError
+from granikv_sglang.config import NAME, GraniKVConfig
+from granikv_sglang.core import GraniKVError, Regime
 
 SGLANG_VERSION = "0.5.17"
 
@@ -77,6 +77,16 @@ def refuse_unsupported(server_args: Any) -> None:
         raise GraniKVError(
             "GraniKV wraps one backend for both phases: instead of --prefill-attention-backend and "
             "--decode-attention-backend give --granikv-stock-backend"
+        )
+
+
+def refuse_options(config: GraniKVConfig, device: str) -> None:
+    """Raise GraniKVError when GraniKV's own options exclude each other or the device."""
+    if config.hot == "off" and config.regime not in (Regime.CASCADE, Regime.UNIFORM):
+        raise GraniKVError("--granikv-hot off leaves no extents for other regimes; add --granikv-regime cascade")
+    if config.hot == "off" and device == "cpu":
+        raise GraniKVError(
+            "--granikv-hot off needs an NVIDIA GPU, the CPU's engine reads HOT extents only; leave it out"
         )
 
 

@@ -30,17 +30,22 @@ def geometry_of(runner: Any) -> Geometry:
     return Geometry(heads, kv_heads, head_dim, buffer.dtype, buffer.device)
 
 
-def decode_engines(runner: Any, classifier: StaticClassifier) -> dict[Regime, SharedDecode]:
+def decode_engines(runner: Any, classifier: StaticClassifier, *, paged: bool = False) -> dict[Regime, SharedDecode]:
     """An engine for every shared regime that ``classifier`` can choose, and for no other: engines hold device memory.
 
-    Raises GraniKVError where a forced regime has no engine for the model.
+    ``paged``: items are token positions, see ``GraniRadixCache.prefix_path``. Raises GraniKVError where a forced regime
+    has no engine for the model.
     """
     buffer = runner.token_to_kv_pool.k_buffer[0]
+    if paged and not buffer.is_cuda:
+        raise GraniKVError(
+            "--granikv-hot off needs an NVIDIA GPU: the CPU's engine reads HOT extents only; leave it out"
+        )
     if not buffer.is_cuda:
         return dict.fromkeys(classifier.regimes(), build_engine("torch"))
     geometry, rows = geometry_of(runner), min(MAX_ROWS, runner.req_to_token_pool.size)
     names = engine_names(classifier.regimes(), geometry, classifier.forced)
-    built = {name: build_engine(name, geometry, rows, buffer.shape[0]) for name in set(names.values())}
+    built = {name: build_engine(name, geometry, rows, buffer.shape[0], paged) for name in set(names.values())}
     return {regime: built[name] for regime, name in names.items()}
 
 

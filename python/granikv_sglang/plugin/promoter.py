@@ -52,7 +52,7 @@ class Promoter:
         key = (self._tree.epoch, tuple((req.rid, req.last_node.id) for req in reqs))
         if key != self._looked_at:
             self._looked_at = key
-            if len(reqs) >= self._config.min_sharers:
+            if len(reqs) >= self._config.min_sharers and self._config.hot == "on":
                 self._promote_best(scheduler, reqs)
         if self._config.audit:
             self.audit(reqs)

@@ -80,7 +80,7 @@ class Runtime:
         """Attention-backend factory: the stock backend, wrapped."""
         self.require_sound(runner.server_args, runner.model_config)
         classifier = classifier_of(self.config.regime, runner.token_to_kv_pool.k_buffer[0].is_cuda)
-        self._engines = decode_engines(runner, classifier)
+        self._engines = decode_engines(runner, classifier, paged=self.config.hot == "off")
         self._variants = GraphVariants(self._engines)
         return GraniKVAttnBackend(
             ATTENTION_BACKENDS[self.stock_backend](runner),
@@ -95,6 +95,7 @@ class Runtime:
         """The self-check: raises GraniKVError unless flags and model are supported and every hook is in place."""
         checks.selected(server_args)
         checks.refuse_unsupported(server_args)
+        checks.refuse_options(self.config, server_args.device)
         checks.refuse_model(model_config)
         if self.stock_backend not in ATTENTION_BACKENDS or self.stock_backend == NAME:
             raise GraniKVError(f"--granikv-stock-backend {self.stock_backend!r} is not an attention backend of SGLang")
@@ -187,7 +188,8 @@ class Runtime:
         if not batch.forward_mode.is_decode():
             return self._planner.other(len(reqs))
         key = (tree.epoch, tuple((req.rid, req.last_node.id) for req in reqs))
-        return self._planner.decode(key, lambda: [tree.hot_path(req.last_node) for req in reqs])
+        path = tree.hot_path if self.config.hot == "on" else tree.prefix_path
+        return self._planner.decode(key, lambda: [path(req.last_node) for req in reqs])
 
 
 def _stock_backend(config: GraniKVConfig) -> str:

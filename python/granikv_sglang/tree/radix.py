@@ -93,6 +93,14 @@ class GraniRadixCache(LeanRadixCache):
             path = self._hot_paths[node.id] = tuple((above.id, self.hot[above.id]) for above in nodes)
         return path
 
+    def prefix_path(self, node: TreeNode | None) -> tuple[tuple[int, Span], ...]:
+        """As :meth:`hot_path`, but every node, HOT or not, and spans in token positions, not in slots."""
+        path, at = [], 0
+        for above in reversed(list(self.upwards(node))) if node is not None else ():
+            path.append((above.id, Span(at, len(above.key))))
+            at += len(above.key)
+        return tuple(path)
+
     def views(self, holders: Iterable[tuple[TreeNode, int]]) -> list[NodeView]:
         """Policy views of every node that live requests hold, parents before children.
 
