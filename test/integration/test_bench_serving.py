@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from granikv_sglang.bench_serving.__main__ import main
+from support.fake_server import FakeServer
 
 
 def lines_of(path):
@@ -33,6 +34,26 @@ def test_sglangs_benchmark_runs_as_ever(flags, granikv, tmp_path, capfd):
     assert line["completed"] >= 2
     assert line["output_throughput"] > 0
     assert "Serving Benchmark Result" in capfd.readouterr().out
+
+
+def test_sglangs_datasets_can_be_compared_too(model, tmp_path):
+    """Between stand-ins: what matters is that both get the same prompts, and every repetition others."""
+    servers = FakeServer().start(), FakeServer(granikv=True).start()
+    flags = "--dataset-name random-ids --tokenize-prompt --num-prompts 3 --random-input-len 20 --random-output-len 4"
+    urls = ["--compare", servers[0].url, "--base-url", servers[1].url, "--output-file", str(tmp_path / "out")]
+    try:
+        code = main([*shlex.split(flags), "--random-range-ratio", "1", "--tokenizer", str(model), *urls])
+    finally:
+        for server in servers:
+            server.stop()
+    assert code == 0
+    (point,) = [record for record in lines_of(tmp_path / "out") if record["kind"] == "point"]
+    assert (point["prefix_state"], point["comparisons"]["granikv"]["valid"]) == ("cold", True)
+    stock, granikv = (sorted(tuple(prompt) for _, prompt in server.prompts) for server in servers)
+    assert stock == granikv
+    # A warm-up and three repetitions of three prompts of 20 tokens.
+    assert len(set(stock)) == 12
+    assert {len(prompt) for prompt in stock} == {20}
 
 
 def test_a_short_comparison_from_start_to_page(model, tmp_path, capsys, monkeypatch):

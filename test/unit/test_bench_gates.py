@@ -9,8 +9,8 @@ from sglang.benchmark.datasets import DatasetRow
 from sglang.benchmark.serving import calculate_metrics
 
 from granikv_sglang.bench_serving.gates import Answer, Parting, Turn, differences, judge_all
+from granikv_sglang.bench_serving.id_requests import IdOutput, IdTokenizer
 from granikv_sglang.bench_serving.machine import cpu_clocks, gpu_clocks
-from granikv_sglang.bench_serving.requests import IdOutput, IdTokenizer
 from granikv_sglang.bench_serving.results import side_summary, speedups
 from granikv_sglang.bench_serving.runner import growth, measures
 from granikv_sglang.bench_serving.workload import Ask

@@ -21,7 +21,7 @@ from granikv_sglang.bench_serving.gates import Gate, judge_all
 from granikv_sglang.bench_serving.runner import Point, Runner, Settings, scratch, steps_of
 from granikv_sglang.bench_serving.shapes import MultiAgent, build
 from granikv_sglang.bench_serving.sides import Side, SideSpec, start_all, stop_all
-from granikv_sglang.bench_serving.workload import Ask, Workload, one_turn
+from granikv_sglang.bench_serving.workload import Ask, Vocabulary, Workload, one_turn
 from granikv_sglang.core import GraniKVError
 from granikv_sglang.demo.progress import Progress
 
@@ -215,8 +215,10 @@ def _trace(options: argparse.Namespace) -> Point:
             file=sys.stderr,
         )
 
+    vocab = Vocabulary(options.ma_vocab).stop
+
     def load(repetition: int) -> Workload:
-        return trace.workload(read, options.seed, repetition, options.ma_vocab)
+        return trace.workload(read, options.seed, repetition, vocab)
 
     facts = {"dataset": TRACE, "requests": len(read.records), "broken_lines": len(read.skipped)}
     facts |= {"groups": list(load(0).groups)}

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 
 from granikv_sglang.bench_serving import machine
 from granikv_sglang.bench_serving.gates import Answer, Parting, Turn, differences
-from granikv_sglang.bench_serving.requests import IdOutput, IdRequests
+from granikv_sglang.bench_serving.id_requests import IdOutput, IdRequests
 from granikv_sglang.bench_serving.sides import Side
 from granikv_sglang.bench_serving.upstream import drive, metrics_of
 from granikv_sglang.bench_serving.workload import Ask, Tokens, Workload

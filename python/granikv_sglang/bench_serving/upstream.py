@@ -19,7 +19,7 @@ import requests
 from sglang.benchmark import serving
 from sglang.benchmark.datasets import DatasetRow, get_dataset
 
-from granikv_sglang.bench_serving.requests import IdOutput, IdRequests, IdTokenizer
+from granikv_sglang.bench_serving.id_requests import IdOutput, IdRequests, IdTokenizer
 from granikv_sglang.bench_serving.workload import Ask
 from granikv_sglang.core import GraniKVError
 
