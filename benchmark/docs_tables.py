@@ -12,12 +12,13 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
     from granikv_sglang.plugin.hooks import Hook
@@ -273,11 +274,40 @@ def _summary(cls: object) -> str:
     return (inspect.getdoc(cls) or "").splitlines()[0]
 
 
+# -- docs/sharing.md ---------------------------------------------------------------------------------------------------
+
+
+def prompt_order() -> str:
+    """The last run of benchmark/prompt_order.py: three orders of one prompt."""
+    lines = (ROOT / "benchmark" / "results" / "prompt_order.jsonl").read_text().splitlines()
+    return prompt_order_table([json.loads(line) for line in lines[-3:]])
+
+
+def prompt_order_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A row for each order: what had to be computed, what came from the cache, what was not read again."""
+    cells = []
+    for row in rows:
+        low, high = row["seconds_range"]
+        cells.append(
+            (
+                row["order"],
+                f"{row['computed_tokens']:,} of {row['prompt_tokens']:,}",
+                f"{row['cached_tokens']:,}",
+                f"{row['hot_tokens']:,}",
+                f"{row['bytes_not_reread'] / 1e9:.1f} GB",
+                f"{row['seconds']:.0f} ({low:.0f} to {high:.0f})",
+            )
+        )
+    titles = ("order", "prompt tokens computed", "cached", "of them HOT", "prefix not read again", "seconds")
+    return table(titles, cells)
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 FILES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "upstream": {"hooks": hooks, "front-hooks": front_hooks, "adapters": adapters},
     "state": {"page-state": page_state},
+    "sharing": {"prompt-order": prompt_order},
     "configuration": {
         "flags": flags, "refusals": refusals, "metrics": metrics,
     },

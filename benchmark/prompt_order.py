@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_cpu import RESULTS, provenance
+from docs_tables import prompt_order_table
 
 from granikv_sglang.core import GraniKVError
 from granikv_sglang.demo.servers import Server, free_ports, wait_ready
@@ -96,22 +97,6 @@ def ask(server: Server, messages: Messages, tokens: int) -> dict[str, Any]:
     return dict(server.post("/v1/chat/completions", body, timeout=600)["usage"])
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, as it stands in docs/sharing.md."""
-    lines = [
-        "| order of the prompt | prompt tokens computed | cached | of them HOT | prefix not read again | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        low, high = row["seconds_range"]
-        lines.append(
-            f"| {row['order']} | {row['computed_tokens']:,} of {row['prompt_tokens']:,} | {row['cached_tokens']:,} | "
-            f"{row['hot_tokens']:,} | {row['bytes_not_reread'] / 1e9:.1f} GB | "
-            f"{row['seconds']:.0f} ({low:.0f} to {high:.0f}) |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32, help="output tokens of each answer")
@@ -140,7 +125,7 @@ def main() -> int:
     with args.out.open("a") as out:
         for row in rows:
             out.write(json.dumps({**row, **provenance()}) + "\n")
-    print(table(rows))
+    print(prompt_order_table(rows))
     return 0
 
 
