@@ -17,7 +17,7 @@ PYTHON ?=
 # Exits 0 where the interpreter is one that SGLang 0.5.17's wheels exist for.
 PY_OK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup demo serve test test-gpu browser lint fmt bench-cpu bench-smoke lock clean
+.PHONY: help setup demo serve test test-gpu soak browser lint fmt bench-cpu bench-smoke lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ browser: ## Chromium, for the tests of the live page (Debian's package, as root;
 	        > /dev/null 2>&1 || true
 	    command -v chromium || echo "no Chromium could be installed: the tests that need one will be skipped"
 	fi
+
+soak: $(STAMP) ## random load against a strict server for half an hour (SOAK_S=seconds; make test does two minutes)
+	@SOAK_S=$${SOAK_S:-1800} $(PY) -m pytest test/integration/test_soak.py -q $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	@failed=0   # all three speak, whichever fails first

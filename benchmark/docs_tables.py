@@ -30,6 +30,9 @@ WITHOUT_HOOK: Mapping[str, str] = {
     "at_safe_point": "Nothing would ever be promoted.",
     "around_run_batch": "Every pass would be UNIFORM: correct, and no faster than stock.",
     "after_cached_tokens": "Serving would be right, but `usage` would not say how many cached tokens were HOT.",
+    "before_generate_request": "An extra key could spell the namespace of another tenant or adapter.",
+    "before_validation": "One request with a token id outside the vocabulary would end the server, as in stock.",
+    "around_extra_key": "An extra key could spell another tenant's cache salt.",
     "after_internal_state": "Serving would be right, but nobody could see what HOT does.",
     "around_capture": "On a GPU a shared pass would have no graph to replay.",
     "around_variant": "On a GPU a shared pass would replay the stock graph and read metadata that nobody set up.",
@@ -64,6 +67,7 @@ WHY_REFUSED: Mapping[str, str] = {
     "enable_session_radix_cache": "A session holds slots that belong to no live request.",
     "enable_hisparse": "KV leaves the device, and a pass reads only part of it.",
     "enable_unified_memory": "KV is then not one tensor per layer that an extent can be a view of.",
+    "tokenizer_worker_num": "Cache salt and extra key would be joined where GraniKV's hook does not run.",
     "dllm_algorithm": "A diffusion step decodes a block, not one token per row.",
     "kv_cache_dtype": "Scales of a quantised cache are not folded into the shared pass yet.",
 }
@@ -74,6 +78,7 @@ ADVICE: Mapping[str, str] = {
     "nothing_shared": "If you expected sharing: look at `declines`, and are prompts equal from the first token on?",
     "too_small": "Normal for short prefixes or few members; to compare, force a regime with `--granikv-regime`.",
     "over_capacity": "Normal above 1024 requests; otherwise report it with `doctor --json`.",
+    "engine_off": "Look for 'GraniKV: a fault in' in the server's log, and report it; restart to try again.",
     "forced": "Set `--granikv-regime auto` to let the classifier choose.",
     "memory_bound": "Nothing to do: this is a shared pass.",
     "compute_bound": "Nothing to do: this is a shared pass.",
@@ -82,6 +87,7 @@ ADVICE: Mapping[str, str] = {
     "few_sharers": "Lower `--granikv-min-sharers` if it is above 2.",
     "no_saving": "Normal when answers are short: the copy would cost more than it saves.",
     "no_room": "The pool is too full or fragmented: raise `--max-total-tokens` or `--mem-fraction-static`.",
+    "switched_off": "As for `copy_failed`; restart to try again.",
     "copy_failed": "Look for an out-of-memory message in the server's log; lower `--mem-fraction-static`.",
 }
 """Value of a Reason or Decline -> what a person does about it."""

@@ -28,6 +28,7 @@ REFUSED_VALUES = {
     "enable_session_radix_cache": True,
     "enable_hisparse": True,
     "enable_unified_memory": True,
+    "tokenizer_worker_num": 2,
     "dllm_algorithm": "LowConfidence",
     "kv_cache_dtype": "fp8_e4m3",
 }

@@ -87,6 +87,18 @@ def test_alloc_run_never_hands_out_a_held_slot(hole):
     assert pool.available_size() == 1023 - len(taken)
 
 
+def test_looking_at_the_free_slots_changes_nothing():
+    """A state that is read on one rank only, or an audit, must not change what is handed out next."""
+    looked, left = allocator(), allocator()
+    for pool in (looked, left):
+        held = pool.alloc(600)
+        pool.free(held[100:300])
+        if pool is looked:
+            assert pool.largest_free_run() == 424
+            assert pool.peek_free().tolist() == [*range(101, 301), *range(601, 1025)]
+    assert looked.alloc(500).tolist() == left.alloc(500).tolist()
+
+
 def test_an_open_free_group_is_not_free_yet():
     pool = allocator()
     held = pool.alloc(1024)

@@ -27,6 +27,8 @@ class GraniKVAttnBackend(AttentionBackend):
         current_plan: the plan of the forward pass being set up, or None (warm-up, capture, a pass without requests).
         req_to_token: int32 ``[requests, context]``.
         kv_pool: SGLang's K and V buffers.
+        on_fault: told which engine (a regime's value, or ``prefill``) raised what, outside of capture; the pass goes on
+            with ``stock``. None lets every error through.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class GraniKVAttnBackend(AttentionBackend):
         current_plan: Callable[[], Plan | None],
         req_to_token: torch.Tensor,
         kv_pool: Any,
+        on_fault: Callable[[str, Exception], None] | None = None,
     ) -> None:
         super().__init__()
         self.stock = stock
@@ -48,19 +51,27 @@ class GraniKVAttnBackend(AttentionBackend):
         self._kv_pool = kv_pool
         self._engine: SharedDecode | None = None
         """The engine of the pass being run; None while that is the stock backend's."""
+        self._taken = ""
         self._extending = False
+        self._on_fault = on_fault
+        self._in_capture = False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._in_capture = False
         self._extending = self._take_extend(forward_batch)
         if self._extending:
             return
         engine = self._take(forward_batch, padding=0)
         if engine is not None:
-            engine.begin()
-        else:
-            self.stock.init_forward_metadata(forward_batch)
+            try:
+                engine.begin()
+                return
+            except Exception as error:
+                self._fault(error)
+        self.stock.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self._in_capture = in_capture
         # Capture is of the shared variant exactly while the runtime holds a shared plan for it.
         if self._take(forward_batch, padding=0 if in_capture else forward_batch.num_padding) is None:
             self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
@@ -85,9 +96,20 @@ class GraniKVAttnBackend(AttentionBackend):
         batch = DecodeBatch(
             self._req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
         )
-        self._engine = self._engines[plan.decision.regime]
-        self._engine.prepare(plan, batch)
+        self._taken = plan.decision.regime.value
+        try:
+            self._engine = self._engines[plan.decision.regime]
+            self._engine.prepare(plan, batch)
+        except Exception as error:
+            self._fault(error)
         return self._engine
+
+    def _fault(self, error: Exception) -> None:
+        """An engine has raised: the rest of this pass is the stock backend's. During capture there is no rest."""
+        self._engine, self._extending = None, False
+        if self._in_capture or self._on_fault is None:
+            raise error
+        self._on_fault(self._taken, error)
 
     def _take_extend(self, forward_batch: Any) -> bool:
         """As :meth:`_take`, for a prefill over HOT prefixes."""
@@ -99,8 +121,12 @@ class GraniKVAttnBackend(AttentionBackend):
         if len(new) != plan.rows or (plan.coverage > prefix).any():
             return False
         batch = ExtendBatch(self._req_to_token, forward_batch.req_pool_indices, prefix, new)
-        self._extend.prepare(plan, batch)
-        self._engine = None
+        self._engine, self._taken = None, "prefill"
+        try:
+            self._extend.prepare(plan, batch)
+        except Exception as error:
+            self._fault(error)
+            return False
         return True
 
     def forward_decode(
@@ -113,14 +139,31 @@ class GraniKVAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if self._engine is None:
-            return self.stock.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        if self._engine is not None:
+            try:
+                return self._shared_decode(self._engine, q, k, v, layer, forward_batch, save_kv_cache)
+            except Exception as error:
+                self._fault(error)
+                # The layers before this one are done and right; this one and those below are the stock backend's.
+                self.stock.init_forward_metadata(forward_batch)
+        return self.stock.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+
+    def _shared_decode(
+        self,
+        engine: SharedDecode,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
         if save_kv_cache and k is not None:
             self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k_cache = self._kv_pool.get_key_buffer(layer.layer_id)
         v_cache = self._kv_pool.get_value_buffer(layer.layer_id)
-        return self._engine.run(heads, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
+        return engine.run(heads, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
 
     def forward_extend(
         self,
@@ -132,15 +175,31 @@ class GraniKVAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if not self._extending or self._extend is None:
-            return self.stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        if self._extending and self._extend is not None:
+            try:
+                return self._shared_extend(self._extend, q, k, v, layer, forward_batch, save_kv_cache)
+            except Exception as error:
+                self._fault(error)
+                self.stock.init_forward_metadata(forward_batch)
+        return self.stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+
+    def _shared_extend(
+        self,
+        engine: PrefixExtend,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
         if save_kv_cache:
             self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k, v = (x.view(-1, layer.tp_k_head_num, layer.qk_head_dim) for x in (k, v))
         k_cache = self._kv_pool.get_key_buffer(layer.layer_id)
         v_cache = self._kv_pool.get_value_buffer(layer.layer_id)
-        return self._extend.run(heads, k, v, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
+        return engine.run(heads, k, v, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
 
     def forward_mixed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.stock.forward_mixed(*args, **kwargs)

@@ -15,7 +15,8 @@ class Counters:
 
     ``steps`` counts forward passes by regime and reason; ``bytes_not_reread`` is K and V bytes of shared prefix, over
     all layers of this rank, that UNIFORM would have read again in those decode passes; ``hot_prefill_tokens`` is cached
-    tokens that prefills read as dense HOT stretches.
+    tokens that prefills read as dense HOT stretches; ``engine_faults`` counts passes that an engine failed in and the
+    stock backend finished.
     """
 
     promotions: int = 0
@@ -26,6 +27,7 @@ class Counters:
     hot_evicted_tokens: int = 0
     room_evictions: int = 0
     audits: int = 0
+    engine_faults: int = 0
     shared_rows: int = 0
     bytes_not_reread: int = 0
     hot_prefill_tokens: int = 0

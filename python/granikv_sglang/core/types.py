@@ -28,6 +28,8 @@ class Reason(StrEnum):
     """A HOT prefix is there, but what it saves does not pay for the extra launches."""
     OVER_CAPACITY = "over_capacity"
     """More rows, shared stretches or members than the engine's fixed buffers hold."""
+    ENGINE_OFF = "engine_off"
+    """The engine of the regime that was chosen has failed too often and is switched off."""
     FORCED = "forced"
     """``--granikv-regime`` names this regime."""
     MEMORY_BOUND = "memory_bound"
@@ -50,7 +52,9 @@ class Decline(StrEnum):
     NO_ROOM = "no_room"
     """No contiguous run is free, and evicting unlocked leaves cannot make one."""
     COPY_FAILED = "copy_failed"
-    """The copy raised; the prefix stays COLD and is served as before."""
+    """The copy raised, on this rank or another; the prefix stays COLD and is served as before."""
+    SWITCHED_OFF = "switched_off"
+    """Copies have failed too often; nothing is promoted any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from granikv_sglang.core import Counters, Reason, Regime
-from granikv_sglang.plan.base import Capacity, Decision, Path, Plan, uniform_plan
+from granikv_sglang.plan.base import Capacity, Decision, Item, Path, Plan, uniform_plan
 from granikv_sglang.plan.classify import Features, StaticClassifier
 from granikv_sglang.plan.extend import query_tiles
 from granikv_sglang.plan.forest import build_items, coverage_of
@@ -23,6 +23,8 @@ class Planner:
         layers: layers of this rank, for the bytes counter.
         capacity: the largest plan the engine takes; None for no bound.
         whole_batch: share only what every request of the batch has in common, as batch-global cascades do.
+        usable: whether the engine of a regime, or of ``"prefill"``, still works; a chosen one that does not is UNIFORM.
+        note: told every decision with all that must be equal on all ranks, before ``usable`` is asked.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class Planner:
         counters: Counters,
         capacity: Capacity | None = None,
         whole_batch: bool = False,
+        usable: Callable[[str], bool] = lambda _: True,
+        note: Callable[..., None] | None = None,
     ) -> None:
         self._classifier = classifier
         self._token_bytes = token_bytes
@@ -45,6 +49,8 @@ class Planner:
         self._counters = counters
         self._capacity = capacity
         self._whole_batch = whole_batch
+        self._usable = usable
+        self._note = note
         self._key: Hashable = None
         self._plan: Plan | None = None
         self._version = 0
@@ -63,6 +69,10 @@ class Planner:
         self._count(self._plan)
         return self._plan
 
+    def forget(self) -> None:
+        """Build the next plan anew, under a new version: an engine has failed with the last one half prepared."""
+        self._key = None
+
     def prefill(self, paths: Sequence[Path], extend_lens: Sequence[int]) -> Plan:
         """The plan of a prefill: HOT stretches of the cached prefixes, one member being enough.
 
@@ -73,7 +83,7 @@ class Planner:
         self._version += 1
         items = build_items(paths, self._classifier.thresholds.min_item_tokens, min_members=1)
         tiles = query_tiles(items, extend_lens, self._gqa * self._kv_heads)
-        decision = self._classifier.classify_prefill(items, tiles)
+        decision = self._settle(self._classifier.classify_prefill(items, tiles), items, "prefill")
         if decision.regime is Regime.UNIFORM:
             plan = uniform_plan(len(paths), decision.reason, self._version)
         else:
@@ -96,9 +106,19 @@ class Planner:
             decision = self._classifier.classify(Features(items, len(paths), self._token_bytes, self._gqa))
         else:
             decision = Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
+        decision = self._settle(decision, items, decision.regime.value)
         if decision.regime is Regime.UNIFORM:
             return uniform_plan(len(paths), decision.reason, self._version)
         return Plan(decision, items, coverage_of(items, len(paths)), self._version)
+
+    def _settle(self, decision: Decision, items: Sequence[Item], engine: str) -> Decision:
+        """``decision`` as it can be carried out on this rank."""
+        if self._note is not None:
+            flat = [n for item in items for n in (item.start, item.tokens, len(item.rows), *item.rows)]
+            self._note(f"{engine} {decision.regime.value} {decision.reason.value}", *flat)
+        if decision.regime is Regime.UNIFORM or self._usable(engine):
+            return decision
+        return Decision(Regime.UNIFORM, Reason.ENGINE_OFF)
 
     def _count(self, plan: Plan) -> None:
         self._counters.steps[(plan.decision.regime, plan.decision.reason)] += 1

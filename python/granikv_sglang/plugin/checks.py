@@ -37,6 +37,7 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("enable_session_radix_cache", bool, "--enable-session-radix-cache", "drop it"),
     ("enable_hisparse", bool, "--enable-hisparse", "drop it"),
     ("enable_unified_memory", bool, "--enable-unified-memory", "drop it"),
+    ("tokenizer_worker_num", lambda v: v > 1, "--tokenizer-worker-num above 1", "use --tokenizer-worker-num 1"),
     ("dllm_algorithm", lambda v: v is not None, "--dllm-algorithm", "drop it"),
     (
         "kv_cache_dtype",

@@ -7,12 +7,13 @@ of this, nor the imports that come with it.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from granikv_sglang.plugin import checks, usage
+from granikv_sglang.plugin import checks, namespaces, usage
 from granikv_sglang.plugin.hooks import Hook
 from granikv_sglang.plugin.page import QuietState, SignIn, StateSource, build_router
 
@@ -24,6 +25,9 @@ class Front:
     HotChatStreamResponse = usage.HotChatStreamResponse
     HotCompletionResponse = usage.HotCompletionResponse
     HotCompletionStreamResponse = usage.HotCompletionStreamResponse
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_hex(8)
 
     def before_http_server(self, server_args: Any, tokenizer_manager: Any, *_args: Any, **_kwargs: Any) -> None:
         """Hang the page into SGLang's FastAPI app, before its own middleware is added and it begins to listen."""
@@ -38,6 +42,19 @@ class Front:
     def after_api_key(self, _result: Any, app: Any, **_keys: Any) -> None:
         """Around SGLang's own check of the key goes the form that asks a browser for it."""
         app.add_middleware(SignIn)
+
+    def before_validation(self, manager: Any, request: Any, input_ids: Any) -> None:
+        """Raises ValueError, which the server answers with status 400, for a token the model does not have."""
+        if not input_ids or isinstance(input_ids[0], list) or request.contains_mm_input():
+            return
+        vocabulary = manager.model_config.vocab_size
+        for token in (min(input_ids), max(input_ids)):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"token id {token} is not one of the model's, which are 0 to {vocabulary - 1}")
+
+    def around_extra_key(self, original: Callable[..., Any], serving: Any, request: Any) -> Any:
+        joined = original(serving, request)  # refuses what is not a string
+        return namespaces.salted(self._secret, request.cache_salt, request.extra_key) if request.cache_salt else joined
 
     def before_batch_output(self, _manager: Any, batch: Any) -> None:
         usage.mark_counts(batch)
@@ -72,6 +89,22 @@ FRONT_TABLE: tuple[Hook, ...] = (
         ("app", "api_key", "admin_api_key"),
         "A browser at the live page cannot send the API key by itself: it gets a form that asks for it.",
         "SGLang lets a plug-in contribute a router with a sign-in page.",
+    ),
+    Hook(
+        f"{_OPENAI}.serving_base.OpenAIServingBase._compute_extra_key",
+        HookType.AROUND,
+        "around_extra_key",
+        ("self", "request"),
+        "Marks where the cache salt ends and the extra key begins, so that no key can spell another's salt.",
+        "SGLang keeps the parts of a cache namespace apart.",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        HookType.BEFORE,
+        "before_validation",
+        ("self", "obj", "input_ids"),
+        "Refuses a prompt with token ids outside the vocabulary: looking up their embeddings would end the scheduler.",
+        "SGLang checks the token ids of every request.",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",

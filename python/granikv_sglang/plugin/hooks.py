@@ -63,6 +63,14 @@ TABLE: tuple[Hook, ...] = (
         "SGLang carries plug-in attributes from ScheduleBatch to the attention backend.",
     ),
     Hook(
+        "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+        HookType.BEFORE,
+        "before_generate_request",
+        ("self", "recv_req"),
+        "Marks where the extra key ends and the LoRA id begins, so that no extra key can spell another's namespace.",
+        "SGLang keeps the parts of a cache namespace apart.",
+    ),
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AFTER,
         "after_internal_state",

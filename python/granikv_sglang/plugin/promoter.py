@@ -15,7 +15,8 @@ import torch
 
 from granikv_kernels.copy_slots import copy_slots_reference
 from granikv_sglang.config import GraniKVConfig
-from granikv_sglang.core import Counters, Decline
+from granikv_sglang.core import Breaker, Counters, Decline
+from granikv_sglang.plugin.ranks import RankCheck
 from granikv_sglang.tree.audit import HeldRow, audit
 from granikv_sglang.tree.policy import Segment, choose_segment
 from granikv_sglang.tree.radix import GraniRadixCache
@@ -38,13 +39,17 @@ def live_requests(running_batch: Any, last_batch: Any, chunked_req: Any) -> list
 class Promoter:
     """Looks for a prefix to promote whenever membership or the tree has changed; at most one copy per step."""
 
-    def __init__(self, tree: GraniRadixCache, config: GraniKVConfig, counters: Counters) -> None:
+    def __init__(
+        self, tree: GraniRadixCache, config: GraniKVConfig, counters: Counters, ranks: RankCheck | None = None
+    ) -> None:
         self._tree = tree
         self._config = config
         self._counters = counters
         self._looked_at: object = None
         self._declined: set[tuple[int, Decline]] = set()
         self._copy = _copier(tree)
+        self._ranks = ranks
+        self._breaker = Breaker("promotion", "prefixes stay COLD and are served as before")
 
     def at_safe_point(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
         """Promote one segment if one qualifies. Called before the scheduler prepares a batch."""
@@ -76,16 +81,38 @@ class Promoter:
             self._decline(node_id, reason)
         if segment is None:
             return
+        if self._breaker.off:
+            self._decline(segment.node_ids[0], Decline.SWITCHED_OFF)
+            return
         deepest = segment.node_ids[-1]
         holder = next(req for req in reqs if any(node.id == deepest for node in self._tree.upwards(req.last_node)))
         with _forward_stream(scheduler):
-            outcome = self._tree.promote(segment, holder.last_node, self._copy)
+            outcome = self._tree.promote(segment, holder.last_node, self._copy_on_all_ranks)
             if isinstance(outcome, Decline):
                 self._decline(segment.node_ids[0], outcome)
+                self._note(f"declined {outcome.value}", segment.tokens)
                 return
             offset, old, new = outcome
+            self._note("promoted", offset, segment.tokens, int(new[0]))
             self._swing(reqs, segment, offset, new)
         self._tree.allocator.free(old)
+
+    def _copy_on_all_ranks(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy, and raise where any rank's copy failed: the ranks' slots stay the same."""
+        failed: Exception | None = None
+        try:
+            self._copy(source, destination)
+        except Exception as error:
+            failed = error
+        if self._ranks is not None and not self._ranks.all_well(failed is None) and failed is None:
+            failed = RuntimeError("the copy failed on another rank")
+        if failed is not None:
+            self._breaker.fault(failed)
+            raise failed
+
+    def _note(self, what: str, *numbers: int) -> None:
+        if self._ranks is not None:
+            self._ranks.note(what, *numbers)
 
     def _decline(self, node_id: int, reason: Decline) -> None:
         """Count a decline once per node and reason, or a busy batch would count the same prefix at every arrival."""

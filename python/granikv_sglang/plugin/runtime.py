@@ -15,14 +15,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from granikv_sglang.backends import SharedDecode
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.config import NAME, GraniKVConfig
-from granikv_sglang.core import Counters, GraniKVError, Regime
+from granikv_sglang.core import Breaker, Counters, GraniKVError, Regime
 from granikv_sglang.plan import Plan, Planner
-from granikv_sglang.plugin import checks
+from granikv_sglang.plugin import checks, namespaces
 from granikv_sglang.plugin.engines import capacity_of, classifier_of, decode_engines, prefill_engine
 from granikv_sglang.plugin.history import History
 from granikv_sglang.plugin.hooks import Recorder
 from granikv_sglang.plugin.metrics import Metrics
 from granikv_sglang.plugin.promoter import Promoter, live_requests
+from granikv_sglang.plugin.ranks import RankCheck, group_like, rank_state
 from granikv_sglang.plugin.state import state_of
 from granikv_sglang.plugin.variants import GraphVariants, label_of
 from granikv_sglang.pools.allocator import ElasticAllocator
@@ -45,6 +46,9 @@ class Runtime:
         self._plan: Plan | None = None
         self._engines: dict[Regime, SharedDecode] = {}
         self._variants = GraphVariants({})
+        self._breakers = {r.value: Breaker(f"regime {r.value}", "such passes run UNIFORM") for r in Regime}
+        self._breakers["prefill"] = Breaker("prefill over HOT", "prefills are the stock backend's")
+        self._ranks: RankCheck | None = None
 
     # -- factories -----------------------------------------------------------------------------------------------------
 
@@ -59,7 +63,9 @@ class Runtime:
         kv_heads, head_dim = pool.k_buffer[0].shape[1], pool.k_buffer[0].shape[2]
         heads = text.num_attention_heads // context.tp_size
         self.tree = tree
-        self._promoter = Promoter(tree, self.config, self.counters)
+        if context.tp_size > 1:
+            self._ranks = RankCheck(group_like(context.tp_group.cpu_group), lambda: rank_state(tree))
+        self._promoter = Promoter(tree, self.config, self.counters, self._ranks)
         self._planner = Planner(
             classifier_of(self.config.regime, pool.k_buffer[0].is_cuda),
             token_bytes=2 * kv_heads * head_dim * pool.k_buffer[0].element_size(),
@@ -69,6 +75,8 @@ class Runtime:
             counters=self.counters,
             capacity=capacity_of(self._engines),
             whole_batch=self.config.sharing == "batch",
+            usable=lambda engine: not self._breakers[engine].off,
+            note=self._ranks.note if self._ranks is not None else None,
         )
         if context.tp_rank == 0:
             self._variants.report()  # SGLang has captured by now
@@ -81,7 +89,7 @@ class Runtime:
         self.require_sound(runner.server_args, runner.model_config)
         classifier = classifier_of(self.config.regime, runner.token_to_kv_pool.k_buffer[0].is_cuda)
         self._engines = decode_engines(runner, classifier, paged=self.config.hot == "off")
-        self._variants = GraphVariants(self._engines)
+        self._variants = GraphVariants(self._engines, give_up=self._no_graph)
         return GraniKVAttnBackend(
             ATTENTION_BACKENDS[self.stock_backend](runner),
             self._engines,
@@ -89,6 +97,7 @@ class Runtime:
             lambda: self._plan,
             runner.req_to_token_pool.req_to_token,
             runner.token_to_kv_pool,
+            self._engine_fault,
         )
 
     def require_sound(self, server_args: Any, model_config: Any) -> None:
@@ -123,6 +132,8 @@ class Runtime:
         if self._planner is None:
             return original(scheduler, batch, *args, **kw)
         self._plan = self._plan_for(batch)
+        if self._ranks is not None:
+            self._ranks.passed()
         self._history.note(self._plan, len(batch.reqs), self.counters.bytes_not_reread)
         try:
             return original(scheduler, batch, *args, **kw)
@@ -154,11 +165,27 @@ class Runtime:
         hot = sum(span.length for _, span in self.tree.hot_path(req.last_node))
         return {**details, "hot": min(hot, req.cached_tokens)}
 
+    def before_generate_request(self, scheduler: Any, request: Any) -> None:
+        if self.tree is not None:
+            request.extra_key = namespaces.spell(request.extra_key, request.lora_id)
+
     def around_capture(self, original: Callable[..., Any], runner: Any, size: int, *args: Any, **kw: Any) -> None:
         original(runner, size, *args, **kw)
         if self._is_ours(runner):
             forward, stream_idx = args[0], (args[1] if len(args) > 1 else None)
             self._variants.capture(size, self._hold, lambda label: original(runner, size, forward, stream_idx, label))
+
+    def _engine_fault(self, engine: str, error: Exception) -> None:
+        """The pass in flight goes on without its plan; the next one gets a new one, since this is half prepared."""
+        self._plan = None
+        self.counters.engine_faults += 1
+        self._breakers[engine].fault(error)
+        if self._planner is not None:
+            self._planner.forget()
+
+    def _no_graph(self, regime: Regime, error: Exception) -> None:
+        self.counters.engine_faults += 1
+        self._breakers[regime.value].switch_off(f"its CUDA graph could not be captured: {error}")
 
     def _hold(self, plan: Plan | None) -> None:
         self._plan = plan

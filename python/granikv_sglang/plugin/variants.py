@@ -35,13 +35,19 @@ class GraphVariants:
     Args:
         engines: the engine of each shared regime; regimes that share one engine still get a graph each.
         free_bytes: free device memory now.
+        give_up: told that a regime's graph could not be captured; none of its graphs is captured then. None lets the
+            error through.
     """
 
     def __init__(
-        self, engines: Mapping[Regime, SharedDecode], free_bytes: Callable[[], int] = device_free_bytes
+        self,
+        engines: Mapping[Regime, SharedDecode],
+        free_bytes: Callable[[], int] = device_free_bytes,
+        give_up: Callable[[Regime, Exception], None] | None = None,
     ) -> None:
         self._regimes = tuple(regime for regime, engine in engines.items() if engine.graph_safe)
         self._free_bytes = free_bytes
+        self._give_up = give_up
         self._version = 0
         self._captured: Counter[Regime] = Counter()
         self._seconds = 0.0
@@ -62,6 +68,12 @@ class GraphVariants:
             hold(plan)
             try:
                 capture_one(label_of(regime))
+            except Exception as error:
+                if self._give_up is None:
+                    raise
+                self._regimes = tuple(other for other in self._regimes if other is not regime)
+                self._give_up(regime, error)
+                continue
             finally:
                 hold(None)
             self._captured[regime] += 1

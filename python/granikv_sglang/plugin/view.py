@@ -98,7 +98,7 @@ def slot_map(tree: GraniRadixCache, cells: int = MAP_CELLS) -> dict[str, Any]:
     size = tree.allocator.size
     width = -(-size // cells)
     count = -(-size // width)
-    free = torch.bincount((tree.allocator.free_slots() - 1) // width, minlength=count).tolist()
+    free = torch.bincount((tree.allocator.peek_free() - 1) // width, minlength=count).tolist()
     hot = [0] * count
     for span in tree.hot.values():
         at, stop = span.start - 1, span.stop - 1

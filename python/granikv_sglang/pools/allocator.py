@@ -44,6 +44,10 @@ class ElasticAllocator(TokenToKVPoolAllocator):
         self.merge_and_sort_free()
         return self.free_pages
 
+    def peek_free(self) -> torch.Tensor:
+        """As :meth:`free_slots`, but only looks: what is handed out next does not depend on who reads the state."""
+        return torch.cat([self.free_pages, self.release_pages]).sort().values
+
     def alloc_run(self, length: int, align: int) -> int | None:
         """Take ``length`` consecutive slots starting at a multiple of ``align``, the highest there are.
 
@@ -66,4 +70,4 @@ class ElasticAllocator(TokenToKVPoolAllocator):
 
     def largest_free_run(self) -> int:
         """Length of the longest free run, in slots. Synchronises with the device."""
-        return max((length for _, length in runs_of(self.free_slots())), default=0)
+        return max((length for _, length in runs_of(self.peek_free())), default=0)

@@ -30,7 +30,7 @@ def audit(cache: GraniRadixCache, held: Sequence[HeldRow], req_to_token: torch.T
     request's protected tokens are its path's slots. Reads everything to the host: not for the hot path.
     """
     nodes = _all_nodes(cache)
-    claims = [("the free list", cache.allocator.free_slots())]
+    claims = [("the free list", cache.allocator.peek_free())]
     for node in nodes:
         if len(node.value) != len(node.key):
             raise AuditError(f"node {node.id} has {len(node.key)} tokens but {len(node.value)} slots")

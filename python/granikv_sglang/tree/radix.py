@@ -8,11 +8,13 @@ swings a path onto an extent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+from sglang.srt.mem_cache.utils import get_eviction_strategy
 
 from granikv_sglang.core import Counters, Decline, Span
 from granikv_sglang.pools.allocator import ElasticAllocator
@@ -25,6 +27,16 @@ EXTENT_ALIGN = 256
 
 CopySlots = Callable[[torch.Tensor, torch.Tensor], None]
 """``copy(source_slots, destination_slots)`` moves K and V of all layers on the stream that runs forwards."""
+
+
+class _WithoutTies:
+    """An eviction strategy of upstream's whose ties go to the older node: ranks must evict alike."""
+
+    def __init__(self, upstream: Any) -> None:
+        self._upstream = upstream
+
+    def get_priority(self, node: TreeNode) -> tuple[Any, int]:
+        return self._upstream.get_priority(node), node.id
 
 
 class GraniRadixCache(LeanRadixCache):
@@ -44,6 +56,8 @@ class GraniRadixCache(LeanRadixCache):
         self.counters = counters
         self.allocator: ElasticAllocator = params.token_to_kv_pool_allocator
         super().__init__(params)
+        # Upstream breaks ties by the order of a set of objects, which is another one in every process.
+        self.eviction_strategy: Any = _WithoutTies(get_eviction_strategy(self.eviction_policy))
 
     # -- what upstream calls -------------------------------------------------------------------------------------------
 
@@ -154,8 +168,9 @@ class GraniRadixCache(LeanRadixCache):
         old = torch.cat([node.value for node in nodes])
         try:
             copy(old, new)
-        except RuntimeError:
-            # Out of memory for a staging buffer, say. HOT is an optimisation: give the run back, serve from COLD.
+        except Exception:
+            # Out of memory for a staging buffer, a kernel that does not launch: HOT is an optimisation, so whatever it
+            # was, the run goes back and the prefix is served from COLD. Who made ``copy`` has logged it.
             self.allocator.free(new)
             return Decline.COPY_FAILED
         offset = sum(len(above.key) for above in self.upwards(nodes[0].parent))
