@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -192,10 +193,13 @@ def _one_of_each(point: Point, private: int) -> list[tuple[list[int], int]]:
 
 
 def provenance(args: argparse.Namespace) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = args.commit
+    if not commit and shutil.which("git"):
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = git.stdout.strip()
     cuda = torch.cuda.is_available()
     return {
-        "commit": commit.stdout.strip() or args.commit,
+        "commit": commit or "unknown",
         "gpu": torch.cuda.get_device_name(0) if cuda else "cpu",
         "model": args.model,
         "stock_backend": args.stock,
@@ -225,7 +229,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--pool", type=int, default=160000)
     parser.add_argument("--max-requests", type=int, default=160, help="more than any point, or one request waits")
-    parser.add_argument("--commit", default="unknown", help="commit to record where git is absent")
+    parser.add_argument("--commit", default="", help="commit to record; default: what git says here")
     parser.add_argument("--profile", type=Path, help="folder for a trace of one more run of each point and side")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine_decode.jsonl")
     args = parser.parse_args()
