@@ -52,8 +52,17 @@ RULES: tuple[Rule, ...] = (
         How.ELSEWHERE,
         "integration/test_examples.py::test_an_example_says_something_and_hot_saves_something",
     ),
-    Rule(r"python -m granikv_sglang\.doctor", How.RUN),
-    Rule(r"python benchmark/docs_tables\.py", How.RUN),
+    Rule(
+        r"python -m granikv_sglang\.doctor$",
+        How.ELSEWHERE,
+        "integration/test_server.py::test_the_doctor_reports_every_hook",
+    ),
+    Rule(r"python -m granikv_sglang\.doctor --json$", How.RUN),
+    Rule(
+        r"python benchmark/docs_tables\.py$",
+        How.ELSEWHERE,
+        "unit/test_docs.py::test_check_says_which_file_is_out_of_date",
+    ),
     Rule(r"python -m granikv_sglang\.launch_server --help", How.RUN),
     Rule(r"make( |$)", How.PLAN),
     Rule(r"(?:[A-Z_]+=\S+ )*(?:timeout \d+ )?(?:bash )?benchmark/recipes/\w+\.sh", How.SCRIPT),
@@ -122,6 +131,4 @@ def argv(text: str, python: str, url: str) -> Sequence[str]:
     words = shlex.split(text.replace(URL, url))
     if words[0] == "python":
         words[0] = python
-    if "benchmark/docs_tables.py" in words and "--check" not in words:
-        words.append("--check")  # a test does not write into the working tree
     return words
