@@ -64,6 +64,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("granikv_plans_built_total", "Decode plans made because membership changed.", counter="plans_built"),
     Metric("granikv_plans_reused_total", "Decode passes that took the last plan as it was.", counter="plans_reused"),
+    Metric(
+        "granikv_engine_faults_total",
+        "Shared passes whose kernel raised; the stock backend served them.",
+        counter="engine_faults",
+    ),
     Metric("granikv_audits_total", "Proofs of slot conservation (--granikv-audit).", counter="audits"),
     _SLOTS,
     _NODES,
