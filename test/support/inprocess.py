@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from granikv_sglang.config import NAME, GraniKVConfig
+from granikv_sglang.config import ENV_VAR, NAME, GraniKVConfig
 from granikv_sglang.plugin.promoter import live_requests
 from granikv_sglang.tree.audit import HeldRow, audit
 
@@ -44,12 +44,14 @@ class Driver:
         os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = str(int(strict))
         os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = str(int(strict))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        options_before = os.environ.get(ENV_VAR)
         GraniKVConfig(**{"min_tokens": 32, "audit": strict, **options}).to_env()
         self._strict = strict
         from sglang.srt.mem_cache.registry import get_radix_cache_factory  # noqa: PLC0415
         from sglang.srt.plugins import load_plugins  # noqa: PLC0415
 
         load_plugins()
+        os.environ.pop(ENV_VAR) if options_before is None else os.environ.update({ENV_VAR: options_before})
         from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
         from sglang.srt.runtime_context import publish  # noqa: PLC0415
         from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: PLC0415

@@ -92,6 +92,35 @@ def test_another_plugin_wrapping_the_same_target_is_tolerated(upstream):
     recorder.require_landed()
 
 
+@pytest.mark.parametrize("theirs_first", [True, False])
+def test_another_plugin_that_replaces_the_same_target_is_wrapped_by_ours(upstream, theirs_first):
+    """SGLang puts a replacement innermost whoever registers first, so ours still runs around it."""
+    recorder = Recorder(Owner(), [row("add", ("a", "b"))])
+
+    def replace() -> None:
+        HookRegistry.register(f"{MODULE}.add", lambda a, b: 7, HookType.REPLACE)
+
+    if theirs_first:
+        replace()
+    recorder.register()
+    if not theirs_first:
+        replace()
+    HookRegistry.apply_hooks()
+    assert upstream.add(1, 2) == 107
+    recorder.require_landed()
+
+
+def test_another_plugin_that_has_changed_the_signature_before_us_is_refused(upstream):
+    """It was applied first, and its function takes something else: ours would be called wrongly."""
+    HookRegistry.register(f"{MODULE}.add", lambda a, b, c: 0, HookType.REPLACE)
+    HookRegistry.apply_hooks()
+    upstream.add = lambda a, b, c: 0
+    recorder = Recorder(Owner(), [row("add", ("a", "b"))])
+    recorder.register()
+    with pytest.raises(GraniKVError, match=r"parameters are \(a, b, c\), expected \(a, b\)"):
+        recorder.require_landed()
+
+
 def test_never_registered_is_refused(upstream):
     with pytest.raises(GraniKVError, match="never registered"):
         Recorder(Owner(), [row("add", ("a", "b"))]).require_landed()
