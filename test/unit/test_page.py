@@ -209,7 +209,6 @@ def server_args(**changes: Any) -> SimpleNamespace:
         "radix_cache_backend": "granikv",
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
-        "tokenizer_worker_num": 1,
         "served_model_name": "named",
         "model_path": "/models/path",
     }
@@ -221,7 +220,6 @@ def server_args(**changes: Any) -> SimpleNamespace:
     [
         ({}, True),
         ({"attention_backend": None, "radix_cache_backend": None}, False),
-        ({"tokenizer_worker_num": 2}, False),
     ],
 )
 def test_the_routes_are_hung_into_sglangs_app_when_granikv_is_selected(monkeypatch, changes, there):

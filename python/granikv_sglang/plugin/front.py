@@ -34,7 +34,7 @@ class Front:
         # The hook that called us has imported the module: only now is it certain to be whole.
         from sglang.srt.entrypoints.http_server import app  # noqa: PLC0415
 
-        if checks.selected(server_args) and server_args.tokenizer_worker_num == 1:
+        if checks.selected(server_args):
             model = server_args.served_model_name or server_args.model_path
             logging.getLogger("uvicorn.access").addFilter(QuietState())
             app.include_router(build_router(StateSource(tokenizer_manager.get_internal_state, model)))
