@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import re
@@ -13,8 +14,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
-from granikv_sglang.config import GraniKVConfig
+from granikv_sglang.config import GraniKVConfig, add_cli_args
 from granikv_sglang.core import Decline, GraniKVError, Reason
 from granikv_sglang.plugin import checks, front, hooks
 
@@ -143,6 +145,20 @@ def test_flags_of_ours_exist(page):
     known = {f.metadata["flag"] for f in dataclasses.fields(GraniKVConfig)} | {"--granikv-off"}
     for flag in re.findall(r"--granikv-[a-z]+(?:-[a-z]+)*", page.read_text()):
         assert flag in known, flag
+
+
+GUIDES = ("quickstart", "concepts", "sharing", "state", "operations", "troubleshooting", "configuration")
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_flags_a_guide_names_are_flags_of_the_server(guide):
+    """Renamed in a new SGLang: then the page that names it is wrong."""
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    add_cli_args(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    named = set(re.findall(r"`(--[a-z][\w-]*[a-z])[ `]", (ROOT / "docs" / f"{guide}.md").read_text()))
+    assert named - known == set()
 
 
 def test_entry_points_named_in_the_docs_are_the_declared_ones():
