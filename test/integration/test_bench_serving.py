@@ -61,8 +61,8 @@ def test_a_short_comparison_from_start_to_page(model, tmp_path, capsys, monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     page = tmp_path / "page"
     flags = (
-        "--dataset-name multi-agent --compare stock --ma-agents 2 3 --ma-prefix-len 192 --ma-private-len 8 "
-        "--ma-output-len 12 --warmup-requests 0 --args-granikv='--granikv-min-tokens 64' "
+        "--dataset-name multi-agent --compare stock --ma-agents 2 3 --ma-prefix-len 128 --ma-private-len 8 "
+        "--ma-output-len 8 --warmup-requests 0 --args-granikv='--granikv-min-tokens 64' "
         "--args-both='--dtype float32 --max-total-tokens 8192 --skip-tokenizer-init'"
     )
     code = main([*shlex.split(flags), "--model", str(model), "--report", str(page)])
@@ -78,7 +78,7 @@ def test_a_short_comparison_from_start_to_page(model, tmp_path, capsys, monkeypa
         assert comparison["speedup"]["output_throughput"][0] > 0
         ours, stock = point["sides"]["granikv"], point["sides"]["stock"]
         # A warm prefix: all but the private part was found, on both sides.
-        assert ours["metrics"]["cached_tokens"] == stock["metrics"]["cached_tokens"] == [192 * point["agents"]] * 3
+        assert ours["metrics"]["cached_tokens"] == stock["metrics"]["cached_tokens"] == [128 * point["agents"]] * 3
         assert ours["counters"]["promotions"] >= 1
         assert sum(count for regime, count in ours["regimes"].items() if not regime.startswith("uniform")) > 0
         assert ours["counters"]["bytes_not_reread"] > 0
@@ -92,9 +92,9 @@ def test_a_short_comparison_from_start_to_page(model, tmp_path, capsys, monkeypa
 
 def test_retraction_on_one_side_is_invalid(granikv, stock, tmp_path, capsys):
     """The session's GraniKV server is made to retract every few passes; the stock one never has to."""
-    flags = "--dataset-name multi-agent --ma-agents 4 --ma-prefix-len 96 --ma-private-len 8 --ma-output-len 40"
+    flags = "--dataset-name multi-agent --ma-agents 4 --ma-prefix-len 96 --ma-private-len 8 --ma-output-len 24"
     out = tmp_path / "out.jsonl"
-    urls = ["--compare", stock.url, "--base-url", granikv.url, "--output-file", str(out)]
+    urls = ["--compare", stock.url, "--base-url", granikv.url, "--output-file", str(out), "--warmup-requests", "0"]
     assert main([*shlex.split(flags), *urls]) == 3
     (point,) = [record for record in lines_of(out) if record["kind"] == "point"]
     failed = {gate["name"] for gate in point["comparisons"]["granikv"]["gates"] if not gate["ok"]}
