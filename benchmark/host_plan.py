@@ -33,7 +33,7 @@ from granikv_sglang.backends import DecodeBatch, Geometry
 from granikv_sglang.backends.triton import LEVELS, TritonSharedDecode
 from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.core import Regime, Span
-from granikv_sglang.plan import CUDA_THRESHOLDS, Planner, StaticClassifier
+from granikv_sglang.plan import Classifier, Kind, Machine, Planner, Shape
 from granikv_sglang.plugin.runtime import Runtime
 from granikv_sglang.tree.radix import GraniRadixCache
 from support.world import World
@@ -57,18 +57,17 @@ class Pass:
         self.runtime = Runtime(GraniKVConfig())
         self.tree = self.runtime.tree = _tree(groups, requests)
         self.runtime._planner = Planner(
-            StaticClassifier(CUDA_THRESHOLDS, Regime.BATCHED_GEMM),
-            token_bytes=4 * geometry.kv_heads * geometry.head_dim,
-            gqa=4,
-            kv_heads=geometry.kv_heads,
-            layers=LAYERS,
+            Classifier.of(Machine(Kind.CUDA, SMS), Regime.BATCHED_GEMM),
+            shape=Shape(geometry.q_heads, geometry.kv_heads, geometry.head_dim, 2, LAYERS),
             counters=self.runtime.counters,
             capacity=self.engine.capacity,
         )
         self._rids = count()
         self._heads = [self._prefix(group) for group in range(groups)]
         reqs = [self._request(i % groups) for i in range(requests)]
-        self.batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs)
+        self.batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE, reqs=reqs, seq_lens_cpu=torch.full((requests,), PREFIX + 2)
+        )
         rows = torch.zeros(requests, dtype=torch.int64, device=device)
         self.rows = DecodeBatch(torch.zeros((1, 1), dtype=torch.int32, device=device), rows, rows, None)
 

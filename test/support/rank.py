@@ -17,8 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from granikv_sglang.core import GraniKVError
-from granikv_sglang.plan import CPU_THRESHOLDS, Planner, StaticClassifier
-from granikv_sglang.plan.classify import Thresholds
+from granikv_sglang.plan import Classifier, Kind, Machine, Planner, Shape, analytic
 from granikv_sglang.plugin.ranks import RankCheck, group_like, rank_state
 from support.world import World
 
@@ -47,14 +46,17 @@ class Rank:
         self.ranks = RankCheck(group_like(dist.group.WORLD, wait_seconds), lambda: rank_state(tree), every=16)
         promoter = self.world.promoter
         promoter._ranks = self.ranks
-        self.planner = self._planner(CPU_THRESHOLDS)
+        self.planner = self._planner(0.05)
         self.heap_noise: list[object] = []
         self.lines: list[str] = []
 
-    def _planner(self, thresholds: Thresholds) -> Planner:
+    def _planner(self, margin: float) -> Planner:
+        # A stock backend so slow per request that even these short prefixes are shared.
+        base = analytic(Machine(Kind.CPU, 1))
+        slow = dataclasses.replace(base.uniform, row_us=1000.0)
         return Planner(
-            StaticClassifier(thresholds),
-            **{"token_bytes": 512, "gqa": 3, "kv_heads": 2, "layers": 2},
+            Classifier(dataclasses.replace(base, uniform=slow, margin=margin)),
+            shape=Shape(6, 2, 32, 4, 2),
             counters=self.world.counters,
             note=self.ranks.note,
         )
@@ -79,7 +81,8 @@ class Rank:
         else:
             world.evict(rng.randint(1, 500))
         paths = [world.tree.hot_path(req.last_node) for req in world.live]
-        self.planner.decode(number, lambda: paths)
+        tokens = sum(len(req.tokens) for req in world.live)
+        self.planner.decode(number, lambda: paths, lambda: tokens)
         self.ranks.passed()
         self.lines.append(f"{number} {self.ranks._hash.hexdigest()} {rank_state(world.tree)[:9]}")
 
@@ -88,7 +91,7 @@ class Rank:
         if self.fault == "eviction":
             self.world.evict(60)
         elif self.fault == "regime":
-            self.planner = self._planner(dataclasses.replace(CPU_THRESHOLDS, min_saved_bytes=1 << 40))
+            self.planner = self._planner(1.0)
         elif self.fault == "promotion":
             self.world.promoter._promote_best = lambda *_: None
         elif self.fault == "copy":

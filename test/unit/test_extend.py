@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from granikv_sglang.backends import ExtendBatch, Geometry, build_extend
 from granikv_sglang.core import Counters, Reason, Regime, Span
 from granikv_sglang.plan import (
-    CPU_THRESHOLDS,
-    CUDA_THRESHOLDS,
+    Classifier,
     Decision,
+    Kind,
+    Machine,
     Plan,
     Planner,
-    StaticClassifier,
+    Shape,
     build_items,
     cold_part,
     coverage_of,
@@ -169,19 +170,19 @@ def test_a_run_of_tokens_needs_no_gather():
 
 
 def test_the_planner_takes_a_prefill_where_it_pays_and_says_why():
-    def planner(thresholds, forced=None):
+    def planner(kind, forced=None):
         return Planner(
-            StaticClassifier(thresholds, forced),
-            token_bytes=1, gqa=4, kv_heads=8, layers=1, counters=Counters(),
+            Classifier.of(Machine(kind, 132 if kind is Kind.CUDA else 1), forced),
+            shape=Shape(32, 8, 128), counters=Counters(),
         )  # fmt: skip
 
     long = (9, Span(0, 4096))
     assert query_tiles(build_items([(long,)], min_members=1), [129], 32) == 64
-    on_gpu = planner(CUDA_THRESHOLDS)
+    on_gpu = planner(Kind.CUDA)
     assert on_gpu.prefill([()], [500]).decision.reason is Reason.NOT_DECODE
     assert on_gpu.prefill([(long,)], [128]).decision.reason is Reason.TOO_SMALL
     taken = on_gpu.prefill([(long,), (long,), ()], [300, 200, 9])
     assert taken.decision == Decision(Regime.CASCADE, Reason.HOT_PREFILL)
     assert taken.coverage.tolist() == [4096, 4096, 0]
-    assert planner(CPU_THRESHOLDS).prefill([(long,)], [1]).shared
-    assert not planner(CPU_THRESHOLDS, Regime.UNIFORM).prefill([(long,)], [1]).shared
+    assert planner(Kind.CPU).prefill([(long,)], [1]).shared
+    assert not planner(Kind.CPU, Regime.UNIFORM).prefill([(long,)], [1]).shared

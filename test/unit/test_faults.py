@@ -10,7 +10,7 @@ import torch
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.core import Breaker, Counters, Reason, Regime, Span
-from granikv_sglang.plan import CPU_THRESHOLDS, Decision, Item, Plan, Planner, StaticClassifier
+from granikv_sglang.plan import Classifier, Decision, Item, Kind, Machine, Plan, Planner, Shape
 from granikv_sglang.plugin.runtime import Runtime
 from granikv_sglang.plugin.variants import GraphVariants
 
@@ -168,17 +168,17 @@ def test_a_breaker_speaks_twice_and_opens_for_good(caplog):
 def test_a_regime_that_is_off_is_planned_uniform_and_ranks_still_see_one_decision():
     off, noted = set(), []
     planner = Planner(
-        StaticClassifier(CPU_THRESHOLDS, Regime.CASCADE),
-        **{"token_bytes": 512, "gqa": 3, "kv_heads": 2, "layers": 2},
+        Classifier.of(Machine(Kind.CPU, 1), Regime.CASCADE),
+        shape=Shape(6, 2, 32, 4, 2),
         counters=Counters(),
         usable=lambda engine: engine not in off,
         note=lambda what, *numbers: noted.append((what, *numbers)),
     )
-    first = planner.decode("a", lambda: [((1, PLAN_SPAN),)] * 2)
+    first = planner.decode("a", lambda: [((1, PLAN_SPAN),)] * 2, lambda: 4)
     assert first.shared
     off.add("cascade")
     planner.forget()
-    second = planner.decode("a", lambda: [((1, PLAN_SPAN),)] * 2)
+    second = planner.decode("a", lambda: [((1, PLAN_SPAN),)] * 2, lambda: 4)
     assert second.decision == Decision(Regime.UNIFORM, Reason.ENGINE_OFF)
     assert second.version > first.version
     # A fault is one rank's own affair: what is compared between ranks is what was decided.

@@ -6,19 +6,21 @@ import pytest
 
 from granikv_sglang.core import Counters, Reason, Regime, Span
 from granikv_sglang.plan import (
-    CPU_THRESHOLDS,
-    CUDA_THRESHOLDS,
+    Classifier,
     Decision,
-    Features,
+    Kind,
+    Limits,
+    Machine,
     Planner,
-    StaticClassifier,
-    Thresholds,
+    Shape,
+    analytic,
     build_items,
     coverage_of,
 )
 
 TEAM, ROLE_A, ROLE_B = (1, Span(1024, 500)), (2, Span(2048, 100)), (3, Span(2560, 80))
-EAGER = Thresholds(min_saved_bytes=0, gemm_rows=8, min_item_tokens=1, min_prefill_tiles=1)
+SHAPE = Shape(q_heads=6, kv_heads=2, head_dim=1, element=2, layers=2)  # 8 bytes a token and layer
+EAGER = Classifier(analytic(Machine(Kind.CUDA, 132)), Regime.CASCADE, Limits(min_item_tokens=1, min_prefill_tiles=1))
 
 
 def test_two_levels_make_a_forest_and_cover_a_leading_span():
@@ -74,31 +76,9 @@ def test_random_forests_keep_coverage_leading_and_members_identical(seed):
         assert mine == slots[: coverage[row]]
 
 
-@pytest.mark.parametrize(
-    ("members", "tokens", "thresholds", "expected"),
-    [
-        (4, 16384, CUDA_THRESHOLDS, Decision(Regime.BATCHED_GEMM, Reason.MEMORY_BOUND)),
-        (64, 16384, CUDA_THRESHOLDS, Decision(Regime.BATCHED_GEMM, Reason.COMPUTE_BOUND)),
-        (2, 512, CUDA_THRESHOLDS, Decision(Regime.UNIFORM, Reason.TOO_SMALL)),
-        (2, 512, CPU_THRESHOLDS, Decision(Regime.CASCADE, Reason.MEMORY_BOUND)),
-        (16, 2048, CPU_THRESHOLDS, Decision(Regime.BATCHED_GEMM, Reason.COMPUTE_BOUND)),
-    ],
-)
-def test_static_thresholds(members, tokens, thresholds, expected):
-    items = build_items([((1, Span(256, tokens)),)] * members)
-    assert StaticClassifier(thresholds).classify(Features(items, members, 4096, 4)) == expected
-
-
-def test_forcing_applies_only_where_something_is_shared():
-    forced = StaticClassifier(CUDA_THRESHOLDS, Regime.CASCADE)
-    items = build_items([(TEAM,), (TEAM,)])
-    assert forced.classify(Features(items, 2, 4096, 4)) == Decision(Regime.CASCADE, Reason.FORCED)
-    assert forced.classify(Features((), 2, 4096, 4)) == Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)
-
-
 def test_planner_reuses_the_plan_while_the_key_stands_and_counts_every_pass():
     counters = Counters()
-    planner = Planner(StaticClassifier(EAGER), token_bytes=10, gqa=3, kv_heads=2, layers=2, counters=counters)
+    planner = Planner(EAGER, shape=SHAPE, counters=counters)
     paths = [(TEAM,), (TEAM,), ()]
     calls = []
 
@@ -106,13 +86,13 @@ def test_planner_reuses_the_plan_while_the_key_stands_and_counts_every_pass():
         calls.append(1)
         return paths
 
-    first = planner.decode("a", look)
-    assert planner.decode("a", look) is first
-    second = planner.decode("b", look)
+    first = planner.decode("a", look, lambda: 1510)
+    assert planner.decode("a", look, lambda: 1510) is first
+    second = planner.decode("b", look, lambda: 1510)
     assert second.version > first.version
     assert len(calls) == 2
     assert (counters.plans_built, counters.plans_reused) == (2, 1)
-    assert counters.bytes_not_reread == 3 * 500 * 10 * 2
+    assert counters.bytes_not_reread == 3 * 500 * 8 * 2
     assert counters.shared_rows == 6
     assert planner.other(4).rows == 4
     report = counters.as_dict()
@@ -121,24 +101,20 @@ def test_planner_reuses_the_plan_while_the_key_stands_and_counts_every_pass():
 
 
 def test_a_uniform_plan_has_no_items_and_no_coverage():
-    planner = Planner(
-        StaticClassifier(CUDA_THRESHOLDS), token_bytes=1, gqa=1, kv_heads=1, layers=1, counters=Counters()
-    )
-    plan = planner.decode("a", lambda: [(TEAM,), (TEAM,)])
-    assert plan.decision == Decision(Regime.UNIFORM, Reason.TOO_SMALL)
+    planner = Planner(Classifier.of(Machine(Kind.CUDA, 132)), shape=SHAPE, counters=Counters())
+    plan = planner.decode("a", lambda: [(TEAM,), (TEAM,)], lambda: 1100)
+    assert (plan.decision.regime, plan.decision.reason) == (Regime.UNIFORM, Reason.TOO_SMALL)
     assert plan.items == ()
     assert plan.coverage.tolist() == [0, 0]
 
 
 def test_sharing_by_batch_reads_only_what_every_request_has_in_common():
     """What collapses when prompts are heterogeneous: the peer that multi-group sharing is measured against."""
-    planner = Planner(
-        StaticClassifier(EAGER), token_bytes=1, gqa=1, kv_heads=1, layers=1, counters=Counters(), whole_batch=True
-    )
-    everyone = planner.decode("a", lambda: [(TEAM, ROLE_A), (TEAM, ROLE_A), (TEAM, ROLE_B)])
+    planner = Planner(EAGER, shape=SHAPE, counters=Counters(), whole_batch=True)
+    everyone = planner.decode("a", lambda: [(TEAM, ROLE_A), (TEAM, ROLE_A), (TEAM, ROLE_B)], lambda: 2000)
     assert [(item.tokens, item.rows) for item in everyone.items] == [(500, (0, 1, 2))]
     assert everyone.coverage.tolist() == [500, 500, 500]
-    outsider = planner.decode("b", lambda: [(TEAM,), (TEAM,), ()])
+    outsider = planner.decode("b", lambda: [(TEAM,), (TEAM,), ()], lambda: 1100)
     assert outsider.decision == Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)
-    alone = planner.decode("c", lambda: [(TEAM,)])
+    alone = planner.decode("c", lambda: [(TEAM,)], lambda: 501)
     assert alone.decision == Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)

@@ -1,5 +1,6 @@
 """Which engine does which regime, and the graphs captured for them: labels, cost, one line of log."""
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -12,12 +13,14 @@ from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.backends.cascade_plan import CascadeCapacity
 from granikv_sglang.config import REGIMES, GraniKVConfig
 from granikv_sglang.core import GraniKVError, Reason, Regime
-from granikv_sglang.plan import Capacity, Decision, Item, Plan, StaticClassifier, Thresholds, uniform_plan
+from granikv_sglang.plan import Capacity, Classifier, Decision, Item, Kind, Machine, Plan, analytic, uniform_plan
+from granikv_sglang.plan.table import Calibration
 from granikv_sglang.plugin.engines import capacity_of, classifier_of, decode_engines, engine_names
 from granikv_sglang.plugin.runtime import Runtime
 from granikv_sglang.plugin.variants import GraphVariants, label_of
 
 BF16 = Geometry(32, 8, 128, torch.bfloat16, torch.device("cpu"))
+CUDA, CPU = (Calibration(analytic(m), "analytic", "") for m in (Machine(Kind.CUDA, 132), Machine(Kind.CPU, 1)))
 FLOAT32 = Geometry(9, 3, 64, torch.float32, torch.device("cpu"))
 ITEM = Item(256, 500, (0, 1), 1)
 
@@ -123,20 +126,20 @@ def test_in_a_graph_preparation_and_recorded_work_go_to_the_same_engine(regime):
 )
 def test_engines_and_graphs_on_a_gpu_are_those_the_classifier_can_choose(regime, expected):
     assert regime in REGIMES
-    assert classifier_of(regime, cuda=True).regimes() == expected
+    assert classifier_of(regime, CUDA).regimes() == expected
 
 
 def test_on_a_cpu_one_torch_engine_does_every_regime():
     runner = SimpleNamespace(token_to_kv_pool=SimpleNamespace(k_buffer=[torch.zeros(8, 2, 16)]))
-    engines = decode_engines(runner, classifier_of("auto", cuda=False))
+    engines = decode_engines(runner, classifier_of("auto", CPU))
     assert set(engines) == {Regime.CASCADE, Regime.BATCHED_GEMM}
     assert len({id(engine) for engine in engines.values()}) == 1
     assert all(isinstance(engine, TorchSharedDecode) for engine in engines.values())
-    assert decode_engines(runner, classifier_of("uniform", cuda=False)) == {}
+    assert decode_engines(runner, classifier_of("uniform", CPU)) == {}
 
 
 def test_a_classifier_that_uses_both_regimes_gets_both():
-    both = StaticClassifier(Thresholds(0, 64, 1, 1, memory_bound=Regime.CASCADE))
+    both = Classifier(dataclasses.replace(CUDA.constants, regimes=(Regime.CASCADE, Regime.BATCHED_GEMM)))
     assert set(both.regimes()) == {Regime.CASCADE, Regime.BATCHED_GEMM}
     assert engine_names(both.regimes(), BF16, None) == {Regime.CASCADE: "cascade", Regime.BATCHED_GEMM: "triton"}
     # Without kernels for the model the Triton engine does both.

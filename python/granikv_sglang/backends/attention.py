@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from granikv_sglang.backends.base import DecodeBatch, ExtendBatch, PrefixExtend, SharedDecode
+from granikv_sglang.backends.timer import Key, LayerTimer
 from granikv_sglang.core import Regime
 from granikv_sglang.plan import Plan
 
@@ -29,6 +30,7 @@ class GraniKVAttnBackend(AttentionBackend):
         kv_pool: SGLang's K and V buffers.
         on_fault: told which engine (a regime's value, or ``prefill``) raised what, outside of capture; the pass goes on
             with ``stock``. None lets every error through.
+        timer: times one layer of every decode pass; None times nothing.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class GraniKVAttnBackend(AttentionBackend):
         req_to_token: torch.Tensor,
         kv_pool: Any,
         on_fault: Callable[[str, Exception], None] | None = None,
+        timer: LayerTimer | None = None,
     ) -> None:
         super().__init__()
         self.stock = stock
@@ -49,6 +52,10 @@ class GraniKVAttnBackend(AttentionBackend):
         self._current_plan = current_plan
         self._req_to_token = req_to_token
         self._kv_pool = kv_pool
+        self._timer = timer
+        self._regime = Regime.UNIFORM
+        self.timed: Key | None = None
+        """What :attr:`timer` can be asked for about the last decode pass."""
         self._engine: SharedDecode | None = None
         """The engine of the pass being run; None while that is the stock backend's."""
         self._taken = ""
@@ -88,7 +95,8 @@ class GraniKVAttnBackend(AttentionBackend):
         Anything but the batch the plan was made for (a warm-up, a split batch) is the stock backend's.
         """
         plan = self._current_plan()
-        self._engine = None
+        self._engine, self._regime = None, Regime.UNIFORM
+        self.timed = (Regime.UNIFORM, forward_batch.batch_size) if forward_batch.forward_mode.is_decode() else None
         if plan is None or not plan.shared or not forward_batch.forward_mode.is_decode():
             return None
         if forward_batch.batch_size - padding != plan.rows:
@@ -100,6 +108,8 @@ class GraniKVAttnBackend(AttentionBackend):
         try:
             self._engine = self._engines[plan.decision.regime]
             self._engine.prepare(plan, batch)
+            self._regime = plan.decision.regime
+            self.timed = (self._regime, forward_batch.batch_size)
         except Exception as error:
             self._fault(error)
         return self._engine
@@ -139,6 +149,19 @@ class GraniKVAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        timer = self._timer
+        if timer is None or layer.layer_id != timer.layer:
+            return self._decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        key = (self._regime, q.shape[0])
+        timer.start(key)
+        out = self._decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        timer.stop(key)
+        return out
+
+    def _decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool,
+        **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         if self._engine is not None:
             try:
                 return self._shared_decode(self._engine, q, k, v, layer, forward_batch, save_kv_cache)

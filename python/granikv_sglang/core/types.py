@@ -36,8 +36,29 @@ class Reason(StrEnum):
     """Few query rows per prefix: reading the prefix is the cost."""
     COMPUTE_BOUND = "compute_bound"
     """Many query rows per prefix: the matrix units are the cost."""
+    COMMUNICATION_BOUND = "communication_bound"
+    """Tensor parallel: the all-reduce costs more than attention, and sharing still gains enough of the whole."""
+    LAUNCH_BOUND = "launch_bound"
+    """So little to read that launches and merges are the cost, and sharing is still faster."""
+    NEAR_TIE = "near_tie"
+    """Another regime is predicted to be hardly faster: the one of the passes before stays, so that they do not flap."""
     HOT_PREFILL = "hot_prefill"
     """Prefill whose cached prefix is HOT: read as dense stretches, once for all requests of the pass."""
+
+
+class Bound(StrEnum):
+    """What a decode pass's attention is predicted to wait for most. The value is the label in metrics."""
+
+    NONE = "none"
+    """Nothing was predicted: no decode pass, nothing shared, or over capacity."""
+    MEMORY = "memory"
+    """Reading K and V."""
+    COMPUTE = "compute"
+    """The matrix units."""
+    LAUNCH = "launch"
+    """Fixed costs: launches, merges, work per request."""
+    COMMUNICATION = "communication"
+    """The all-reduce between tensor-parallel ranks."""
 
 
 class Decline(StrEnum):

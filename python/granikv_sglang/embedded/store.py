@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import secrets
 import shutil
 import sys
@@ -21,14 +20,6 @@ NEEDED_BYTES = 1_000_000_000
 # Fills the first, empty folder with the model, with the second for scratch. The integer is the lock's open file, to be
 # inherited by any process it starts.
 Builder = Callable[[Path, Path, int], None]
-
-
-def cache_root() -> Path:
-    """The cache folder: $GRANIKV_CACHE, else $XDG_CACHE_HOME/granikv, else ~/.cache/granikv."""
-    if own := os.environ.get("GRANIKV_CACHE"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).absolute() if base else Path.home() / ".cache") / "granikv"
 
 
 def obtain(root: Path, source: str, build: Builder, *, verify: bool = False) -> Path:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from granikv_sglang.core import Reason, Regime, Span
+from granikv_sglang.core import Bound, Reason, Regime, Span
 
 Path = Sequence[tuple[int, Span]]
 """The HOT nodes of one request, ``(node id, span)``, root first."""
@@ -44,10 +44,16 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The regime of one forward pass and why it was chosen."""
+    """The regime of one forward pass and why it was chosen.
+
+    ``predicted_us`` is the time of one attention layer under each regime that was weighed, as of when the plan was
+    classified; empty where none was. Decisions that differ in it alone are equal.
+    """
 
     regime: Regime
     reason: Reason
+    bound: Bound = Bound.NONE
+    predicted_us: tuple[tuple[Regime, float], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Plan:
         return sum(item.tokens_not_reread for item in self.items)
 
 
-def uniform_plan(rows: int, reason: Reason, version: int = 0) -> Plan:
+def uniform_plan(rows: int, why: Reason | Decision, version: int = 0) -> Plan:
     """A plan that leaves the pass to the stock backend."""
-    return Plan(Decision(Regime.UNIFORM, reason), (), np.zeros(rows, dtype=np.int32), version)
+    decision = Decision(Regime.UNIFORM, why) if isinstance(why, Reason) else why
+    return Plan(decision, (), np.zeros(rows, dtype=np.int32), version)

@@ -1,86 +1,120 @@
-"""The first regime classifier: static thresholds on plain features.
-
-The bounds come from the measurements the design stands on (one H200) and, for the CPU engine, from `make bench-cpu`.
-"""
+"""The regime classifier: predicted times of one layer, a margin, and hysteresis. A pure function of plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from granikv_sglang.core import Reason, Regime
+from granikv_sglang.core import Bound, Reason, Regime
 from granikv_sglang.plan.base import Decision, Item
+from granikv_sglang.plan.cost import Constants, Cost, Kind, Machine, all_reduce_us, analytic, predict
+from granikv_sglang.plan.features import Features
+
+HOLD_PASSES = 16
+"""Passes that a regime stays after a switch unless the gain of another is large."""
+LARGE_GAIN = 0.25
+"""A gain that ends the hold."""
+SWITCH_GAIN = 0.03
+"""What another shared regime must gain over the shared regime in force."""
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """Where a shared regime starts to pay, on one kind of device.
+class Limits:
+    """What is not worth a prediction, on one kind of device.
 
-    ``min_saved_bytes`` is K and V bytes of one layer not read again; ``gemm_rows`` is query rows per item (members
-    times the GQA ratio) from which the matrix units and no longer the reads are the cost; ``min_item_tokens`` is the
-    shortest stretch worth an item. ``min_prefill_tiles`` is query tiles (see :func:`query_tiles`) from which a prefill
-    reads HOT stretches as dense ones: the dense kernel does not split a stretch, so it needs a tile for each SM.
-    ``memory_bound`` is the regime that was measured faster where reads are the cost.
+    ``min_item_tokens`` is the shortest stretch worth an item. ``min_prefill_tiles`` is query tiles (see
+    :func:`query_tiles`) from which a prefill reads HOT stretches as dense ones: the dense kernel does not split a
+    stretch, so it needs a tile for each SM.
     """
 
-    min_saved_bytes: int
-    gemm_rows: int
     min_item_tokens: int
     min_prefill_tiles: int
-    memory_bound: Regime = Regime.CASCADE
 
 
-# On an H200, 4 requests on 16K (201 MB not re-read a layer) break even with the best stock backend; the extra launches
-# cost about 20 us, which is 90 MB of reads. FlashInfer's cascade took 51 us at 16 requests on 16K, our kernels 35.
-CUDA_THRESHOLDS = Thresholds(
-    min_saved_bytes=96 << 20,
-    gemm_rows=64,
-    min_item_tokens=128,
-    min_prefill_tiles=128,
-    memory_bound=Regime.BATCHED_GEMM,
-)
-# On a CPU there is no launch to pay: gathering a kilobyte already costs more than the merge of one row.
-CPU_THRESHOLDS = Thresholds(min_saved_bytes=32 << 10, gemm_rows=24, min_item_tokens=16, min_prefill_tiles=1)
+LIMITS = {Kind.CUDA: Limits(min_item_tokens=128, min_prefill_tiles=128), Kind.CPU: Limits(16, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The regime that the last decode pass with something shared had, and passes since it was switched to."""
+
+    regime: Regime
+    passes: int
 
 
 @dataclass(frozen=True)
-class Features:
-    """What the classifier knows about one forward pass.
+class Classifier:
+    """Chooses the regime of forward passes.
 
-    ``token_bytes`` is K and V bytes of one token in one layer on this rank; ``gqa`` is query heads per KV head.
+    Args:
+        constants: of this device.
+        forced: the regime to take wherever anything is shared.
+        limits: default: those of the device's kind.
     """
 
-    items: Sequence[Item]
-    rows: int
-    token_bytes: int
-    gqa: int
-
-
-@dataclass(frozen=True)
-class StaticClassifier:
-    """``classify(features) -> Decision``. ``forced`` names a regime to take wherever anything is shared."""
-
-    thresholds: Thresholds
+    constants: Constants
     forced: Regime | None = None
+    limits: Limits | None = None
+
+    @staticmethod
+    def of(machine: Machine, forced: Regime | None = None) -> Classifier:
+        """One with analytic constants."""
+        return Classifier(analytic(machine), forced)
+
+    @property
+    def bounds(self) -> Limits:
+        """The limits in force."""
+        return LIMITS[self.constants.machine.kind] if self.limits is None else self.limits
 
     def regimes(self) -> tuple[Regime, ...]:
         """The shared regimes that a decode pass may get; others need no engine and no graph."""
         if self.forced is not None:
             return () if self.forced is Regime.UNIFORM else (self.forced,)
-        return tuple(dict.fromkeys((Regime.BATCHED_GEMM, self.thresholds.memory_bound)))
+        return self.constants.regimes
 
-    def classify(self, features: Features) -> Decision:
-        if not features.items:
+    def classify(self, features: Features, standing: Standing | None = None) -> Decision:
+        """The decision of a decode pass; ``standing`` is what the passes before it had."""
+        if not features.tokens.size:
             return Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)
+        names = (_UNIFORM, *self.regimes())
+        costs = predict(features, self.constants, names[1:])
+        predicted = tuple([(name, cost.us) for name, cost in zip(names, costs, strict=True)])
         if self.forced is not None:
-            return Decision(self.forced, Reason.FORCED)
-        saved = sum(item.tokens_not_reread for item in features.items) * features.token_bytes
-        if saved < self.thresholds.min_saved_bytes:
-            return Decision(Regime.UNIFORM, Reason.TOO_SMALL)
-        query_rows = max(len(item.rows) for item in features.items) * features.gqa
-        if query_rows >= self.thresholds.gemm_rows:
-            return Decision(Regime.BATCHED_GEMM, Reason.COMPUTE_BOUND)
-        return Decision(self.thresholds.memory_bound, Reason.MEMORY_BOUND)
+            return Decision(self.forced, Reason.FORCED, costs[-1].bound, predicted)
+        reduce_us = all_reduce_us(features.shape, features.rows, self.constants.link)
+        chosen, held = self._choose(names, costs, reduce_us, standing)
+        regime, bound = names[chosen], costs[chosen].bound
+        if reduce_us > costs[chosen].us:
+            bound = Bound.COMMUNICATION
+        return Decision(regime, Reason.NEAR_TIE if held else _reason(regime, bound), bound, predicted)
+
+    def _choose(
+        self, names: tuple[Regime, ...], costs: list[Cost], reduce_us: float, standing: Standing | None
+    ) -> tuple[int, bool]:
+        """Index of the regime, and whether it only stays because no other is better by enough.
+
+        The all-reduce behind attention counts as part of the layer, so that a gain means the same share of a step
+        everywhere: where communication is the cost, attention alone must gain more to be worth its launches.
+        """
+        best = 0
+        for i in range(1, len(costs)):
+            if best == 0 or _ahead(costs[i], costs[best], names[i]):
+                best = i
+        uniform, margin = costs[0].us + reduce_us, self.constants.margin
+        fresh = best if costs[best].us + reduce_us < uniform * (1 - margin) else 0
+        if standing is None or standing.regime is names[fresh] or standing.regime not in names:
+            return fresh, False
+        stays = names.index(standing.regime)
+        stays_us, fresh_us = costs[stays].us + reduce_us, costs[fresh].us + reduce_us
+        # Left at half the margin it is entered at; never kept where UNIFORM is predicted to be faster.
+        pays = stays == 0 or stays_us < uniform * (1 - margin / 2)
+        if fresh == 0:
+            keep = pays
+        elif standing.passes < HOLD_PASSES:
+            keep = pays and fresh_us >= stays_us * (1 - LARGE_GAIN)
+        else:
+            keep = pays and stays != 0 and fresh_us >= stays_us * (1 - SWITCH_GAIN)
+        return (stays, True) if keep else (fresh, False)
 
     def classify_prefill(self, items: Sequence[Item], tiles: int) -> Decision:
         """The same for a prefill: its queries are many, so a HOT stretch is always one multi-query pass."""
@@ -88,6 +122,26 @@ class StaticClassifier:
             return Decision(Regime.UNIFORM, Reason.NOT_DECODE)
         if self.forced is Regime.UNIFORM:
             return Decision(Regime.UNIFORM, Reason.FORCED)
-        if tiles < self.thresholds.min_prefill_tiles:
+        if tiles < self.bounds.min_prefill_tiles:
             return Decision(Regime.UNIFORM, Reason.TOO_SMALL)
         return Decision(Regime.CASCADE, Reason.HOT_PREFILL)
+
+
+_UNIFORM = Regime.UNIFORM
+
+
+def _ahead(cost: Cost, other: Cost, regime: Regime) -> bool:
+    """Whether ``regime`` beats another shared one. Where one engine does both, what bounds the pass names it."""
+    if cost.us != other.us:
+        return cost.us < other.us
+    return (cost.bound is Bound.COMPUTE) is (regime is Regime.BATCHED_GEMM)
+
+
+def _reason(regime: Regime, bound: Bound) -> Reason:
+    if regime is _UNIFORM:
+        return Reason.TOO_SMALL
+    if bound is Bound.COMPUTE:
+        return Reason.COMPUTE_BOUND
+    if bound is Bound.MEMORY:
+        return Reason.MEMORY_BOUND
+    return Reason.LAUNCH_BOUND if bound is Bound.LAUNCH else Reason.COMMUNICATION_BOUND

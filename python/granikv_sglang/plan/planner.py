@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from granikv_sglang.core import Counters, Reason, Regime
 from granikv_sglang.plan.base import Capacity, Decision, Item, Path, Plan, uniform_plan
-from granikv_sglang.plan.classify import Features, StaticClassifier
+from granikv_sglang.plan.classify import HOLD_PASSES, Classifier, Standing
+from granikv_sglang.plan.cost import predict
 from granikv_sglang.plan.extend import query_tiles
+from granikv_sglang.plan.features import Features, Shape
 from granikv_sglang.plan.forest import build_items, coverage_of
+
+RECLASSIFY_PASSES = 64
+"""Passes with one membership after which the regime is weighed again.
+
+Between two changes of membership only the private tails grow, a token a request and pass, and every regime reads them:
+in 64 passes what differs between the regimes moves by less than the hysteresis. So a cached pass pays for a 64th of a
+classification.
+"""
 
 
 class Planner:
@@ -18,9 +29,7 @@ class Planner:
 
     Args:
         classifier: chooses the regime.
-        token_bytes: K and V bytes of one token in one layer on this rank.
-        gqa, kv_heads: query heads per KV head, and KV heads, of this rank.
-        layers: layers of this rank, for the bytes counter.
+        shape: attention of this rank.
         capacity: the largest plan the engine takes; None for no bound.
         whole_batch: share only what every request of the batch has in common, as batch-global cascades do.
         usable: whether the engine of a regime, or of ``"prefill"``, still works; a chosen one that does not is UNIFORM.
@@ -29,12 +38,9 @@ class Planner:
 
     def __init__(
         self,
-        classifier: StaticClassifier,
+        classifier: Classifier,
         *,
-        token_bytes: int,
-        gqa: int,
-        kv_heads: int,
-        layers: int,
+        shape: Shape,
         counters: Counters,
         capacity: Capacity | None = None,
         whole_batch: bool = False,
@@ -42,10 +48,7 @@ class Planner:
         note: Callable[..., None] | None = None,
     ) -> None:
         self._classifier = classifier
-        self._token_bytes = token_bytes
-        self._gqa = gqa
-        self._kv_heads = kv_heads
-        self._layers = layers
+        self._shape = shape
         self._counters = counters
         self._capacity = capacity
         self._whole_batch = whole_batch
@@ -54,24 +57,46 @@ class Planner:
         self._key: Hashable = None
         self._plan: Plan | None = None
         self._version = 0
+        self._items: tuple[Item, ...] = ()
+        self._coverage: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._longest = 0
+        self._standing: Standing | None = None
+        self._age = 0
 
-    def decode(self, key: Hashable, paths: Callable[[], Sequence[Path]]) -> Plan:
+    def decode(self, key: Hashable, paths: Callable[[], Sequence[Path]], tokens: Callable[[], int]) -> Plan:
         """The plan of a decode pass.
 
-        ``key`` stands for the batch's membership and the tree's epoch; ``paths`` is called only when it has changed.
+        Args:
+            key: stands for the batch's membership and the tree's epoch.
+            paths: called only when ``key`` has changed.
+            tokens: all tokens of the batch's contexts; called only when the regime is weighed.
         """
         if self._plan is None or key != self._key:
-            self._plan = self._build(paths())
+            self._plan = self._build(paths(), tokens)
             self._key = key
             self._counters.plans_built += 1
+            self._age = 0
         else:
             self._counters.plans_reused += 1
+            self._age += 1
+            if self._due() and self._weighed(self._plan.decision):
+                self._plan = self._again(self._plan, tokens())
+        if self._standing is not None and self._weighed(self._plan.decision):
+            self._standing = Standing(self._standing.regime, self._standing.passes + 1)
         self._count(self._plan)
+        self._counters.bounds[(self._plan.decision.regime, self._plan.decision.bound)] += 1
         return self._plan
 
     def forget(self) -> None:
         """Build the next plan anew, under a new version: an engine has failed with the last one half prepared."""
         self._key = None
+
+    def predicted_us(self, tokens: int) -> float:
+        """Microseconds of one attention layer of the last decode plan in its regime, with the tails of now."""
+        assert self._plan is not None
+        regime = self._plan.decision.regime
+        regimes = () if regime is Regime.UNIFORM else (regime,)
+        return predict(self._features(tokens), self._classifier.constants, regimes)[-1].us
 
     def prefill(self, paths: Sequence[Path], extend_lens: Sequence[int]) -> Plan:
         """The plan of a prefill: HOT stretches of the cached prefixes, one member being enough.
@@ -81,11 +106,11 @@ class Planner:
             extend_lens: new tokens of each row.
         """
         self._version += 1
-        items = build_items(paths, self._classifier.thresholds.min_item_tokens, min_members=1)
-        tiles = query_tiles(items, extend_lens, self._gqa * self._kv_heads)
+        items = build_items(paths, self._classifier.bounds.min_item_tokens, min_members=1)
+        tiles = query_tiles(items, extend_lens, self._shape.q_heads)
         decision = self._settle(self._classifier.classify_prefill(items, tiles), items, "prefill")
         if decision.regime is Regime.UNIFORM:
-            plan = uniform_plan(len(paths), decision.reason, self._version)
+            plan = uniform_plan(len(paths), decision, self._version)
         else:
             plan = Plan(decision, items, coverage_of(items, len(paths)), self._version)
         self._counters.steps[(decision.regime, decision.reason)] += 1
@@ -98,18 +123,52 @@ class Planner:
         self._count(plan)
         return plan
 
-    def _build(self, paths: Sequence[Path]) -> Plan:
-        self._version += 1
+    def _build(self, paths: Sequence[Path], tokens: Callable[[], int]) -> Plan:
         members = max(2, len(paths)) if self._whole_batch else 2
-        items = build_items(paths, self._classifier.thresholds.min_item_tokens, members)
-        if self._capacity is None or self._capacity.holds(len(paths), items):
-            decision = self._classifier.classify(Features(items, len(paths), self._token_bytes, self._gqa))
+        self._items = build_items(paths, self._classifier.bounds.min_item_tokens, members)
+        self._coverage = coverage_of(self._items, len(paths))
+        self._longest = int(self._coverage.max()) if len(paths) else 0
+        if self._capacity is None or self._capacity.holds(len(paths), self._items):
+            decision = self._classify(tokens() if self._items else len(paths))
         else:
             decision = Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
-        decision = self._settle(decision, items, decision.regime.value)
+        return self._plan_of(self._settle(decision, self._items, decision.regime.value))
+
+    def _features(self, tokens: int) -> Features:
+        return Features.of(self._items, self._longest, self._coverage.shape[0], self._shape, tokens)
+
+    def _classify(self, tokens: int) -> Decision:
+        features = self._features(tokens)
+        decision = self._classifier.classify(features, self._standing)
+        if self._weighed(decision) and (self._standing is None or decision.regime is not self._standing.regime):
+            self._counters.regime_switches += self._standing is not None
+            self._standing = Standing(decision.regime, 0)
+        return decision
+
+    def _due(self) -> bool:
+        """Whether to weigh the regimes again; what was only held is looked at as soon as the hold ends."""
+        held = self._plan is not None and self._plan.decision.reason is Reason.NEAR_TIE
+        return self._age % (HOLD_PASSES if held else RECLASSIFY_PASSES) == 0
+
+    def _again(self, plan: Plan, tokens: int) -> Plan:
+        """The same plan while the regime stays, so that engines keep what they have uploaded."""
+        self._counters.reclassified += 1
+        decision = self._classify(tokens)
+        decision = self._settle(decision, self._items, decision.regime.value)
+        if decision.regime is plan.decision.regime:
+            return Plan(decision, plan.items, plan.coverage, plan.version)
+        return self._plan_of(decision)
+
+    def _plan_of(self, decision: Decision) -> Plan:
+        self._version += 1
         if decision.regime is Regime.UNIFORM:
-            return uniform_plan(len(paths), decision.reason, self._version)
-        return Plan(decision, items, coverage_of(items, len(paths)), self._version)
+            return uniform_plan(self._coverage.shape[0], decision, self._version)
+        return Plan(decision, self._items, self._coverage, self._version)
+
+    @staticmethod
+    def _weighed(decision: Decision) -> bool:
+        """Whether regimes were weighed against each other for it."""
+        return bool(decision.predicted_us) and decision.reason is not Reason.FORCED
 
     def _settle(self, decision: Decision, items: Sequence[Item], engine: str) -> Decision:
         """``decision`` as it can be carried out on this rank."""
@@ -123,4 +182,4 @@ class Planner:
     def _count(self, plan: Plan) -> None:
         self._counters.steps[(plan.decision.regime, plan.decision.reason)] += 1
         self._counters.shared_rows += int(np.count_nonzero(plan.coverage)) if plan.shared else 0
-        self._counters.bytes_not_reread += plan.tokens_not_reread * self._token_bytes * self._layers
+        self._counters.bytes_not_reread += plan.tokens_not_reread * self._shape.token_bytes * self._shape.layers

@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_parallel
 
 from granikv_sglang.backends import Geometry, PrefixExtend, SharedDecode, build_engine, build_extend, cascade_takes
-from granikv_sglang.core import GraniKVError, Regime
-from granikv_sglang.plan import CPU_THRESHOLDS, CUDA_THRESHOLDS, Capacity, Item, StaticClassifier
+from granikv_sglang.backends.timer import EventTimer, HostTimer, LayerTimer
+from granikv_sglang.core import GraniKVError, Regime, cache_root
+from granikv_sglang.plan import Capacity, Classifier, Item, Kind, Machine
+from granikv_sglang.plan.table import Calibration, Device, find
 
 MAX_ROWS = 1024
 """Largest decode batch with shared prefixes; a larger one runs UNIFORM."""
 
 
-def classifier_of(regime: str, cuda: bool) -> StaticClassifier:
-    """The classifier for a device; ``regime`` is the value of ``--granikv-regime``."""
-    forced = None if regime == "auto" else Regime(regime)
-    return StaticClassifier(CUDA_THRESHOLDS if cuda else CPU_THRESHOLDS, forced)
+TIMED = ("torch", "triton", "flashinfer-python")
+"""Packages whose versions a calibration belongs to: they do the computing that is timed."""
+
+
+def device_of(cuda: bool) -> Device:
+    """The device that this process computes on."""
+    versions = {name: _version(name) for name in TIMED}
+    if cuda:
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Device(found.name, Machine(Kind.CUDA, found.multi_processor_count), versions)
+    return Device(_cpu_name(), Machine(Kind.CPU, 1), versions)
+
+
+def _version(package: str) -> str:
+    """Without the part that names a build: the same code for another CUDA."""
+    try:
+        return version(package).split("+")[0]
+    except PackageNotFoundError:
+        return "none"
+
+
+def _cpu_name() -> str:
+    """The processor with its cores, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} x {os.cpu_count()}"
+
+
+def calibration_of(cuda: bool) -> Calibration:
+    """The calibration in force on this device."""
+    return find(device_of(cuda), cache_root())
+
+
+def classifier_of(regime: str, calibration: Calibration) -> Classifier:
+    """The classifier; ``regime`` is the value of ``--granikv-regime``."""
+    return Classifier(calibration.constants, None if regime == "auto" else Regime(regime))
+
+
+def timer_of(cuda: bool, layers: int) -> LayerTimer:
+    """Times the middle one of a model's layers: the first and the last run beside other work."""
+    return EventTimer(layers // 2) if cuda else HostTimer(layers // 2)
 
 
 def geometry_of(runner: Any) -> Geometry:
@@ -30,7 +75,7 @@ def geometry_of(runner: Any) -> Geometry:
     return Geometry(heads, kv_heads, head_dim, buffer.dtype, buffer.device)
 
 
-def decode_engines(runner: Any, classifier: StaticClassifier, *, paged: bool = False) -> dict[Regime, SharedDecode]:
+def decode_engines(runner: Any, classifier: Classifier, *, paged: bool = False) -> dict[Regime, SharedDecode]:
     """An engine for every shared regime that ``classifier`` can choose, and for no other: engines hold device memory.
 
     ``paged``: items are token positions, see ``GraniRadixCache.prefix_path``. Raises GraniKVError where a forced regime

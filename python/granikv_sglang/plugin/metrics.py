@@ -33,6 +33,14 @@ class Metric:
 
 
 _PASSES = Metric("granikv_forward_passes_total", "Forward passes by regime and reason.", ("regime", "reason"))
+_BOUNDS = Metric(
+    "granikv_decode_bounds_total",
+    "Decode passes by regime and by what attention is predicted to wait for most.",
+    ("regime", "bound"),
+)
+_SAMPLED = Metric("granikv_timed_layers_total", "Attention layers timed while serving, one a sample.", ("regime",))
+_PREDICTED = Metric("granikv_timed_layers_predicted_seconds_total", "Predicted time of the timed layers.", ("regime",))
+_MEASURED = Metric("granikv_timed_layers_measured_seconds_total", "Measured time of the timed layers.", ("regime",))
 _DECLINES = Metric("granikv_promotion_declines_total", "Shared prefixes not promoted, by reason.", ("reason",))
 _SLOTS = Metric("granikv_slots", "KV slots by state: hot, cold (in use or cached) and free.", ("state",))
 _NODES = Metric("granikv_hot_nodes", "HOT radix nodes.")
@@ -44,6 +52,10 @@ METRICS: tuple[Metric, ...] = (
         counter="bytes_not_reread",
     ),
     _PASSES,
+    _BOUNDS,
+    _SAMPLED,
+    _PREDICTED,
+    _MEASURED,
     Metric("granikv_shared_rows_total", "Requests of shared passes, one count a pass.", counter="shared_rows"),
     Metric("granikv_promotions_total", "Shared prefixes copied into the HOT arena.", counter="promotions"),
     Metric("granikv_promoted_tokens_total", "Tokens copied into the HOT arena.", counter="promoted_tokens"),
@@ -69,6 +81,12 @@ METRICS: tuple[Metric, ...] = (
         "Shared passes whose kernel raised; the stock backend served them.",
         counter="engine_faults",
     ),
+    Metric(
+        "granikv_plans_reclassified_total",
+        "Decode plans whose regime was weighed again, membership unchanged.",
+        counter="reclassified",
+    ),
+    Metric("granikv_regime_switches_total", "Changes of regime between shared passes.", counter="regime_switches"),
     Metric("granikv_audits_total", "Proofs of slot conservation (--granikv-audit).", counter="audits"),
     _SLOTS,
     _NODES,
@@ -101,6 +119,12 @@ class Metrics:
                 self._add(metric, getattr(counters, metric.counter))
         for (regime, reason), count in counters.steps.items():
             self._add(_PASSES, count, regime=regime.value, reason=reason.value)
+        for (regime, bound), count in counters.bounds.items():
+            self._add(_BOUNDS, count, regime=regime.value, bound=bound.value)
+        for regime, count in counters.sampled.items():
+            self._add(_SAMPLED, count, regime=regime.value)
+            self._add(_PREDICTED, counters.predicted_ns[regime], 1e-9, regime=regime.value)
+            self._add(_MEASURED, counters.measured_ns[regime], 1e-9, regime=regime.value)
         for decline, count in counters.declines.items():
             self._add(_DECLINES, count, reason=decline.value)
         hot, free = tree.hot_tokens(), tree.allocator.available_size()
@@ -108,10 +132,10 @@ class Metrics:
             self._gauges[_SLOTS].labels(**self._labels, state=state).set(slots)
         self._gauges[_NODES].labels(**self._labels).set(len(tree.hot))
 
-    def _add(self, metric: Metric, total: int, **labels: str) -> None:
+    def _add(self, metric: Metric, total: int, unit: float = 1, **labels: str) -> None:
         key = (metric, *labels.values())
         added = total - self._last.get(key, 0)
         # A counter of zero is published as well: a rate needs its first point before the first event.
         if added or key not in self._last:
-            self._counters[metric].labels(**self._labels, **labels).inc(added)
+            self._counters[metric].labels(**self._labels, **labels).inc(added * unit)
             self._last[key] = total

@@ -5,6 +5,7 @@ Created by :func:`granikv_sglang.plugin.register` and reached only through the h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +17,29 @@ from granikv_sglang.backends import SharedDecode
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.config import NAME, GraniKVConfig
 from granikv_sglang.core import Breaker, Counters, GraniKVError, Regime
-from granikv_sglang.plan import Plan, Planner
+from granikv_sglang.plan import Plan, Planner, Shape
+from granikv_sglang.plan.table import Calibration
 from granikv_sglang.plugin import checks, namespaces
-from granikv_sglang.plugin.engines import capacity_of, classifier_of, decode_engines, prefill_engine
+from granikv_sglang.plugin.engines import (
+    calibration_of,
+    capacity_of,
+    classifier_of,
+    decode_engines,
+    prefill_engine,
+    timer_of,
+)
 from granikv_sglang.plugin.history import History
 from granikv_sglang.plugin.hooks import Recorder
 from granikv_sglang.plugin.metrics import Metrics
 from granikv_sglang.plugin.promoter import Promoter, live_requests
 from granikv_sglang.plugin.ranks import RankCheck, group_like, rank_state
-from granikv_sglang.plugin.state import state_of
+from granikv_sglang.plugin.sampling import Sampler
+from granikv_sglang.plugin.state import classifier_state, state_of
 from granikv_sglang.plugin.variants import GraphVariants, label_of
 from granikv_sglang.pools.allocator import ElasticAllocator
 from granikv_sglang.tree.radix import GraniRadixCache
+
+logger = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -49,6 +61,8 @@ class Runtime:
         self._breakers = {r.value: Breaker(f"regime {r.value}", "such passes run UNIFORM") for r in Regime}
         self._breakers["prefill"] = Breaker("prefill over HOT", "prefills are the stock backend's")
         self._ranks: RankCheck | None = None
+        self._calibration: Calibration | None = None
+        self._sampler: Sampler | None = None
 
     # -- factories -----------------------------------------------------------------------------------------------------
 
@@ -66,12 +80,12 @@ class Runtime:
         if context.tp_size > 1:
             self._ranks = RankCheck(group_like(context.tp_group.cpu_group), lambda: rank_state(tree))
         self._promoter = Promoter(tree, self.config, self.counters, self._ranks)
+        calibration = self._calibrated(pool.k_buffer[0].is_cuda)
         self._planner = Planner(
-            classifier_of(self.config.regime, pool.k_buffer[0].is_cuda),
-            token_bytes=2 * kv_heads * head_dim * pool.k_buffer[0].element_size(),
-            gqa=max(1, heads // kv_heads),
-            kv_heads=kv_heads,
-            layers=len(pool.k_buffer),
+            classifier_of(self.config.regime, calibration),
+            shape=Shape(
+                heads, kv_heads, head_dim, pool.k_buffer[0].element_size(), len(pool.k_buffer), context.tp_size
+            ),
             counters=self.counters,
             capacity=capacity_of(self._engines),
             whole_batch=self.config.sharing == "batch",
@@ -80,6 +94,9 @@ class Runtime:
         )
         if context.tp_rank == 0:
             self._variants.report()  # SGLang has captured by now
+            for line in calibration.refused:
+                logger.warning("GraniKV: %s", line)
+            logger.info("GraniKV classifier: %s", calibration.line)
         if context.server_args.enable_metrics:
             self._metrics = Metrics(context.server_args.served_model_name or "", context.tp_rank)
         return tree
@@ -87,10 +104,13 @@ class Runtime:
     def build_attention(self, runner: Any) -> GraniKVAttnBackend:
         """Attention-backend factory: the stock backend, wrapped."""
         self.require_sound(runner.server_args, runner.model_config)
-        classifier = classifier_of(self.config.regime, runner.token_to_kv_pool.k_buffer[0].is_cuda)
-        self._engines = decode_engines(runner, classifier, paged=self.config.hot == "off")
+        cuda, layers = runner.token_to_kv_pool.k_buffer[0].is_cuda, len(runner.token_to_kv_pool.k_buffer)
+        self._engines = decode_engines(
+            runner, classifier_of(self.config.regime, self._calibrated(cuda)), paged=self.config.hot == "off"
+        )
         self._variants = GraphVariants(self._engines, give_up=self._no_graph)
-        return GraniKVAttnBackend(
+        timer = timer_of(cuda, layers)
+        backend = GraniKVAttnBackend(
             ATTENTION_BACKENDS[self.stock_backend](runner),
             self._engines,
             prefill_engine(runner) if self.config.prefill == "auto" else None,
@@ -98,7 +118,16 @@ class Runtime:
             runner.req_to_token_pool.req_to_token,
             runner.token_to_kv_pool,
             self._engine_fault,
+            timer,
         )
+        self._sampler = Sampler(timer, lambda: backend.timed, self.counters)
+        return backend
+
+    def _calibrated(self, cuda: bool) -> Calibration:
+        """Read once: engines, graphs and plans must go by the same one."""
+        if self._calibration is None:
+            self._calibration = calibration_of(cuda)
+        return self._calibration
 
     def require_sound(self, server_args: Any, model_config: Any) -> None:
         """The self-check: raises GraniKVError unless flags and model are supported and every hook is in place."""
@@ -154,6 +183,7 @@ class Runtime:
                 self._history,
                 tokenizer.decode if tokenizer is not None else None,
                 self._variants.cost(),
+                classifier_state(self._calibration) if self._calibration is not None else None,
             )
         return result
 
@@ -209,14 +239,24 @@ class Runtime:
 
     def _plan_for(self, batch: Any) -> Plan:
         assert self._planner is not None and self.tree is not None
-        tree, reqs = self.tree, batch.reqs
+        tree, planner, reqs = self.tree, self._planner, batch.reqs
         if batch.forward_mode is ForwardMode.EXTEND and self.config.prefill == "auto":
             return self._planner.prefill([tree.hot_path(req.last_node) for req in reqs], batch.extend_lens)
         if not batch.forward_mode.is_decode():
             return self._planner.other(len(reqs))
         key = (tree.epoch, tuple((req.rid, req.last_node.id) for req in reqs))
         path = tree.hot_path if self.config.hot == "on" else tree.prefix_path
-        return self._planner.decode(key, lambda: [path(req.last_node) for req in reqs])
+        plan = planner.decode(key, lambda: [path(req.last_node) for req in reqs], lambda: _all_tokens(batch))
+        if self._sampler is not None:
+            self._sampler.before(plan, lambda: planner.predicted_us(_all_tokens(batch)))
+        return plan
+
+
+def _all_tokens(batch: Any) -> int:
+    """Tokens of all contexts, as every rank's scheduler counts them; never read from the device."""
+    if batch.seq_lens_cpu is not None:
+        return int(batch.seq_lens_cpu.sum())
+    return sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
 
 
 def _stock_backend(config: GraniKVConfig) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from granikv_sglang import __version__
 from granikv_sglang.config import GraniKVConfig
+from granikv_sglang.plan.table import Calibration, constants_to_json
 from granikv_sglang.plugin.history import History
 from granikv_sglang.plugin.view import TextOf, forest, slot_map
 from granikv_sglang.tree.radix import GraniRadixCache
@@ -21,6 +22,7 @@ def state_of(
     history: History | None = None,
     text_of: TextOf | None = None,
     graphs: dict[str, Any] | None = None,
+    classifier: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What the arena holds and what has happened so far.
 
@@ -28,7 +30,7 @@ def state_of(
     the node. ``pool.largest_free_run`` is in slots. Counters are those of :class:`granikv_sglang.core.Counters`.
     ``live`` (with ``history``) is for the page: see :mod:`granikv_sglang.plugin.page.schema`. ``text_of`` turns token
     ids into text and is given only under ``--granikv-show-text``. ``graphs`` is what the graph variants cost, see
-    :meth:`granikv_sglang.plugin.variants.GraphVariants.cost`.
+    :meth:`granikv_sglang.plugin.variants.GraphVariants.cost`; ``classifier`` is :func:`classifier_state`'s.
     """
     members: Counter[int] = Counter(node_id for req in live for node_id, _ in tree.hot_path(req.last_node))
     state: dict[str, Any] = {
@@ -49,6 +51,8 @@ def state_of(
     }
     if graphs is not None:
         state["graphs"] = graphs
+    if classifier is not None:
+        state["classifier"] = classifier
     if history is not None:
         state["live"] = {
             "started": round(history.started, 3),
@@ -59,3 +63,14 @@ def state_of(
             "decisions": history.decisions(),
         }
     return state
+
+
+def classifier_state(calibration: Calibration) -> dict[str, Any]:
+    """Which constants the classifier goes by, in words and numbers, and what was not used and why."""
+    return {
+        "source": calibration.source,
+        "line": calibration.line,
+        "refused": list(calibration.refused),
+        "provenance": dict(calibration.provenance),
+        "constants": constants_to_json(calibration.constants),
+    }

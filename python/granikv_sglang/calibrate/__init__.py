@@ -1,0 +1,1 @@
+"""``python -m granikv_sglang.calibrate``: measures the classifier's constants on the present device."""

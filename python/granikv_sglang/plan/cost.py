@@ -1,0 +1,328 @@
+"""Time of one attention layer by regime: a roofline for each engine, its constants fitted to measurements.
+
+Only whole-number sums, the four operations and square roots are used, in a fixed order: the same inputs give the same
+bits on every rank. Times are microseconds, sizes bytes, rates per microsecond.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import sqrt
+from typing import NamedTuple
+
+from granikv_sglang.core import Bound, Regime
+from granikv_sglang.plan.features import Features, Shape
+
+
+class Kind(StrEnum):
+    """Which engines compute the regimes; their tiles are facts of the code, not constants to fit."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is known of a device without measuring. ``units`` is multiprocessors of a GPU, 1 for a CPU."""
+
+    kind: Kind
+    units: int
+
+
+@dataclass(frozen=True)
+class UniformConstants:
+    """The stock backend.
+
+    Attributes:
+        launch_us: fixed cost of a layer.
+        row_us: of each request.
+        hbm: bytes a microsecond of what is read once.
+        again: bytes a microsecond of what another request has just read (on a GPU mostly out of L2).
+        miss: 0 to 1, share of those reads that miss when very many groups are read at a time.
+        token_us: one token of one KV head on one unit, beyond its bytes: the slot's lookup, small loads.
+        balance: 0 to 1, how much of the idle time at the end of uneven work is felt.
+    """
+
+    launch_us: float
+    row_us: float
+    hbm: float
+    again: float
+    miss: float
+    token_us: float
+    balance: float
+
+
+@dataclass(frozen=True)
+class SharedConstants:
+    """An engine that reads each shared stretch once.
+
+    Attributes:
+        launch_us: fixed cost of a layer, all its launches.
+        item_us: of each shared stretch.
+        hbm, again: as above, of the dense prefix; ``again`` for further query tiles of one stretch.
+        rate: operations a microsecond of the matrix units, padding of tiles included.
+        overhead: start and end of a unit's work, in tiles.
+        tail: bytes a microsecond of private tokens; ``token_us`` as above, of private tokens.
+        state: bytes a microsecond of partial results written and merged.
+        overlap: 0 to 1, how much of the shorter of prefix and tail pass hides behind the longer.
+    """
+
+    launch_us: float
+    item_us: float
+    hbm: float
+    again: float
+    rate: float
+    overhead: float
+    tail: float
+    token_us: float
+    state: float
+    overlap: float
+
+
+FRACTIONS = frozenset({"miss", "balance", "overlap"})
+"""Constants from 0 to 1; all others are positive."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """An all-reduce between tensor-parallel ranks: ``us`` at least, and ``rate`` bytes a microsecond."""
+
+    us: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Everything the classifier needs of a device.
+
+    Attributes:
+        machine, uniform, cascade, gemm, link: see there.
+        margin: a shared regime must be predicted to be at least this share faster than UNIFORM to be taken.
+        regimes: shared regimes worth an engine and a graph here.
+    """
+
+    machine: Machine
+    uniform: UniformConstants
+    cascade: SharedConstants
+    gemm: SharedConstants
+    link: Link
+    margin: float
+    regimes: tuple[Regime, ...]
+
+
+class Cost(NamedTuple):
+    """Predicted microseconds of a layer, in three parts that need not add up (passes overlap), and what bounds it."""
+
+    us: float
+    memory_us: float
+    compute_us: float
+    fixed_us: float
+
+    @property
+    def bound(self) -> Bound:
+        most = max(self.memory_us, self.compute_us, self.fixed_us)
+        if most == self.memory_us:
+            return Bound.MEMORY
+        return Bound.COMPUTE if most == self.compute_us else Bound.LAUNCH
+
+
+class UniformWork(NamedTuple):
+    """What UNIFORM does, in whole numbers; ``idle`` is the span of uneven work over that of even work, less one."""
+
+    rows: int
+    first_bytes: int
+    again_bytes: int
+    streams: int
+    token_heads: int
+    idle: float
+
+
+class SharedWork(NamedTuple):
+    """What a shared regime does, in whole numbers."""
+
+    items: int
+    prefix_bytes: int
+    again_bytes: int
+    operations: int
+    tile_operations: int
+    tail_bytes: int
+    tail_token_heads: int
+    state_bytes: int
+
+
+Work = UniformWork | SharedWork
+
+_GEMM, _CPU = Regime.BATCHED_GEMM, Kind.CPU  # looking up an enum's member costs as much as a few products
+BLOCK = 64
+"""Slots of a tile of both CUDA engines."""
+NARROW_ROWS, NARROW_LEAST = 32, 8 * 32768
+"""When the Triton engine takes its narrow grid: query rows of an item, tokens times KV heads of such items together."""
+
+
+def uniform_work(f: Features, machine: Machine) -> UniformWork:
+    """Work of the stock backend."""
+    shape = f.shape
+    total = f.reads + f.cold
+    idle = _idle(f.rows * shape.kv_heads, total, f.longest + f.cold // max(1, f.rows), f.rows, 2 * machine.units)
+    return UniformWork(
+        rows=f.rows,
+        first_bytes=(f.unique + f.cold) * shape.token_bytes,
+        again_bytes=(f.reads - f.unique) * shape.token_bytes,
+        streams=int(f.tokens.size),
+        token_heads=total * shape.kv_heads,
+        idle=idle if machine.kind is not _CPU else 0.0,
+    )
+
+
+def _idle(blocks: int, total: int, longest: int, rows: int, places: int) -> float:
+    """FlashInfer's decode: ``blocks`` (request, KV head) pairs over ``places``; few are split, many run in waves."""
+    if blocks == 0 or total == 0:
+        return 0.0
+    even = total * blocks / (rows * places)  # tokens a place would have to read
+    if blocks <= places:
+        if 10 * total >= 9 * rows * longest:  # all about equally long
+            span = longest / (places // blocks)
+        else:
+            span = total / (places * rows / blocks - rows / 2)
+        return max(0.0, min(span, float(longest)) / even - 1)
+    waves = -(-blocks // places)
+    return max(0.0, min(float(waves * longest), even + longest / 2) / even - 1)
+
+
+class Tiles(NamedTuple):
+    """Shared stretches cut into tiles of ``height`` query rows by :data:`BLOCK` slots.
+
+    ``area`` is query rows times slots of all tiles, padding included; ``covered`` is tokens of each stretch times the
+    tiles of query rows that read it.
+    """
+
+    height: int
+    area: int
+    covered: int
+
+
+def tiles_of(f: Features, kind: Kind, height: int) -> Tiles:
+    """The tiles of one KV head. A CPU's engine pads nothing and stacks the query rows of a stretch."""
+    if kind is _CPU:
+        return Tiles(1, f.reads * f.shape.gqa, f.unique)
+    # Shifts, since numpy divides whole numbers four times as slowly.
+    passes = (f.members * f.shape.gqa + (height - 1)) >> (height.bit_length() - 1)
+    blocks = (f.tokens + (BLOCK - 1)) >> 6
+    return Tiles(height, int(blocks.dot(passes)) * height * BLOCK, int(f.tokens.dot(passes)))
+
+
+def _narrow(f: Features, wide: Tiles) -> Tiles:
+    """``wide`` with the items that the Triton engine gives to its narrow grid at half the height."""
+    gqa = f.shape.gqa
+    if f.most * gqa <= NARROW_ROWS:
+        return Tiles(64, wide.area // 2, wide.covered) if f.unique * f.shape.kv_heads >= NARROW_LEAST else wide
+    which = f.members * gqa <= NARROW_ROWS
+    if int(f.tokens.dot(which)) * f.shape.kv_heads < NARROW_LEAST:
+        return wide
+    blocks = int(((f.tokens + (BLOCK - 1)) >> 6).dot(which))
+    return Tiles(wide.height, wide.area - blocks * 64 * BLOCK, wide.covered)
+
+
+def shared_work(f: Features, machine: Machine, regime: Regime, wide: Tiles | None = None) -> SharedWork:
+    """Work of the engine behind a shared regime; ``wide`` is its tiles of 128 query rows where they are known."""
+    shape = f.shape
+    height = 128 if regime is _GEMM else _cascade_tile(f.rows * shape.gqa)
+    tiles = wide if wide is not None and height == 128 else tiles_of(f, machine.kind, height)
+    width = BLOCK
+    if machine.kind is _CPU:
+        width = 1
+    elif regime is _GEMM and f.least * shape.gqa <= NARROW_ROWS:
+        tiles = _narrow(f, tiles)
+    per_row = 4 * shape.head_dim
+    token_bytes, kv_heads = shape.token_bytes, shape.kv_heads
+    return SharedWork(
+        f.tokens.size,
+        f.unique * token_bytes,
+        (tiles.covered - f.unique) * token_bytes,
+        tiles.area * per_row * kv_heads,
+        tiles.height * width * per_row * machine.units,
+        f.cold * token_bytes,
+        f.cold * kv_heads,
+        (f.pairs + f.rows) * shape.row_bytes,
+    )
+
+
+def _cascade_tile(query_rows: int) -> int:
+    """Query rows of FlashInfer's tile: the cascade engine plans so that small batches get a small one."""
+    return 16 if query_rows <= 16 else 64 if query_rows <= 64 else 128
+
+
+def uniform_cost(work: UniformWork, c: UniformConstants, machine: Machine) -> Cost:
+    """Predicted time of the stock backend."""
+    missed = c.miss * (1 - 1 / work.streams) if work.streams else 0.0
+    memory = work.first_bytes / c.hbm + work.again_bytes * ((1 - missed) / c.again + missed / c.hbm)
+    memory += work.token_heads * c.token_us / machine.units
+    memory *= 1 + c.balance * work.idle
+    fixed = c.launch_us + work.rows * c.row_us
+    return Cost(fixed + memory, memory, 0.0, fixed)
+
+
+def shared_cost(work: SharedWork, c: SharedConstants, machine: Machine) -> Cost:
+    """Predicted time of a shared regime."""
+    read = work.prefix_bytes / c.hbm + work.again_bytes / c.again
+    compute = (work.operations + c.overhead * work.tile_operations) / c.rate if work.items else 0.0
+    prefix = _soft_max(read, compute)
+    tail = work.tail_bytes / c.tail + work.tail_token_heads * c.token_us / machine.units
+    fixed = c.launch_us + work.items * c.item_us + work.state_bytes / c.state
+    longer, shorter = (prefix, tail) if prefix >= tail else (tail, prefix)
+    return Cost(fixed + longer + (1 - c.overlap) * shorter, read + tail, compute, fixed)
+
+
+def _soft_max(a: float, b: float) -> float:
+    """The larger, and up to 19% more where both are near: loads and products never overlap perfectly."""
+    a2, b2 = a * a, b * b
+    return sqrt(sqrt(a2 * a2 + b2 * b2))
+
+
+def predict(f: Features, c: Constants, regimes: tuple[Regime, ...]) -> list[Cost]:
+    """Predicted cost of one layer under UNIFORM, and then under each of ``regimes``."""
+    costs = [uniform_cost(uniform_work(f, c.machine), c.uniform, c.machine)]
+    wide = tiles_of(f, c.machine.kind, 128) if len(regimes) > 1 else None
+    for regime in regimes:
+        own = c.gemm if regime is _GEMM else c.cascade
+        costs.append(shared_cost(shared_work(f, c.machine, regime, wide), own, c.machine))
+    return costs
+
+
+def all_reduce_us(shape: Shape, rows: int, link: Link) -> float:
+    """The all-reduce behind each attention layer: a cost of the layer that no regime changes."""
+    if shape.tp == 1:
+        return 0.0
+    return link.us + rows * shape.row_bytes * shape.tp / link.rate
+
+
+def work_of(f: Features, machine: Machine, regime: Regime) -> Work:
+    """The work of any regime, for fitting."""
+    return uniform_work(f, machine) if regime is Regime.UNIFORM else shared_work(f, machine, regime)
+
+
+def cost_of(work: Work, constants: UniformConstants | SharedConstants, machine: Machine) -> Cost:
+    """The cost of any work, for fitting."""
+    if isinstance(work, UniformWork):
+        assert isinstance(constants, UniformConstants)
+        return uniform_cost(work, constants, machine)
+    assert isinstance(constants, SharedConstants)
+    return shared_cost(work, constants, machine)
+
+
+def analytic(machine: Machine) -> Constants:
+    """Constants for a device nobody has measured: data-sheet orders of magnitude, and the thresholds' experience."""
+    if machine.kind is _CPU:
+        shared = SharedConstants(40, 60, 6e3, 12e3, 6e4, 0.5, 2.5e3, 0.002, 4e3, 0.05)
+        return Constants(
+            machine, UniformConstants(20, 100, 2.5e3, 3e3, 0.05, 0.002, 0.05), shared, shared, Link(50, 1e3), 0.05,
+            (Regime.CASCADE, Regime.BATCHED_GEMM),
+        )  # fmt: skip
+    scale = machine.units / 132
+    uniform = UniformConstants(6, 0.01, 4.3e6 * scale, 8.9e6 * scale, 0.2, 2e-4, 0.5)
+    gemm = SharedConstants(14, 0.02, 4.0e6 * scale, 9e6 * scale, 4.6e8 * scale, 6, 4e6 * scale, 2e-4, 8e6 * scale, 0.5)
+    cascade = SharedConstants(
+        22, 0.05, 3.8e6 * scale, 8e6 * scale, 3.5e8 * scale, 6, 3e6 * scale, 2e-4, 6e6 * scale, 0.05
+    )
+    return Constants(machine, uniform, cascade, gemm, Link(12, 2e5), 0.1, (Regime.BATCHED_GEMM,))

@@ -1,0 +1,220 @@
+"""Fits the constants of the cost model to measured times, and judges choices by them. numpy only, no randomness."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from granikv_sglang.core import Regime
+from granikv_sglang.plan.classify import Classifier
+from granikv_sglang.plan.cost import (
+    FRACTIONS,
+    Constants,
+    Machine,
+    SharedConstants,
+    UniformConstants,
+    Work,
+    analytic,
+    cost_of,
+    work_of,
+)
+from granikv_sglang.plan.features import Features
+
+STEPS = 60
+PRIOR = 0.02
+"""Weight of staying near the analytic constants: decides only what the measurements leave open."""
+OUTLIER = 0.25
+"""Relative error from which a point counts less: one disturbed measurement must not bend the fit."""
+MARGINS = tuple(i / 100 for i in (*range(0, 12), *range(12, 42, 2)))
+SLOWER = 0.02
+"""How much slower than UNIFORM a choice may be where it was measured."""
+WORTH = 0.002
+"""What a shared regime must save, on average over the points, to be worth an engine and graphs of its own."""
+
+Floats = npt.NDArray[np.float64]
+C = TypeVar("C", UniformConstants, SharedConstants)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A pass that was measured under one or more regimes: microseconds of a layer."""
+
+    features: Features
+    us: Mapping[Regime, float]
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Relative errors of predictions, as shares: median and 95th percentile of their size, and the worst."""
+
+    points: int
+    median: float
+    p95: float
+    worst: float
+
+    @staticmethod
+    def of(errors: Sequence[float]) -> Residuals:
+        """Of signed relative errors; all zero where there are none."""
+        sizes = sorted(abs(e) for e in errors) or [0.0]
+        return Residuals(len(errors), statistics.median(sizes), quantile(sizes, 0.95), sizes[-1])
+
+
+@dataclass(frozen=True)
+class Regret:
+    """Chosen regime against the best one, over cells; shares of the best time, and of UNIFORM's for ``slower``.
+
+    Attributes:
+        cells: cells in which UNIFORM and at least one other regime were measured.
+        median, p95, worst: of (time of the chosen regime / time of the best) - 1.
+        slower: the worst of (time of the chosen regime / time of UNIFORM) - 1; 0 where no choice was slower.
+        chosen: cells by regime.
+    """
+
+    cells: int
+    median: float
+    p95: float
+    worst: float
+    slower: float
+    chosen: Mapping[Regime, int]
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between neighbours; ``ordered`` ascends and is not empty."""
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def fit(points: Sequence[Point], machine: Machine, start: Constants | None = None) -> Constants:
+    """Constants for ``points``; regimes without a point keep those of ``start`` (default: analytic).
+
+    Levenberg-Marquardt on the logarithm of predicted over measured time, in the logarithm (fractions: the logit) of the
+    constants, so that none can leave its range. Raises ValueError where nothing was measured.
+    """
+    if not points:
+        raise ValueError("nothing was measured")
+    base = analytic(machine) if start is None else start
+    found: dict[str, Any] = {}
+    for regime, name in ((Regime.UNIFORM, "uniform"), (Regime.CASCADE, "cascade"), (Regime.BATCHED_GEMM, "gemm")):
+        measured = [(work_of(p.features, machine, regime), p.us[regime]) for p in points if regime in p.us]
+        if measured:
+            found[name] = _fit_one(measured, getattr(base, name), machine)
+    rough = dataclasses.replace(base, machine=machine, **found)
+    regimes = worth_having(points, rough)
+    chosen = dataclasses.replace(rough, regimes=regimes)
+    return dataclasses.replace(chosen, margin=choose_margin(points, chosen))
+
+
+def worth_having(points: Sequence[Point], constants: Constants) -> tuple[Regime, ...]:
+    """Shared regimes measured to save at least :data:`WORTH` on average over the best of the others."""
+    seen = [r for r in (Regime.CASCADE, Regime.BATCHED_GEMM) if any(r in p.us for p in points)]
+    if len(seen) < 2:
+        return tuple(seen) or constants.regimes
+    both = [p.us for p in points if all(r in p.us for r in (Regime.UNIFORM, *seen))]
+    kept = []
+    for regime in seen:
+        without = [min(us for r, us in times.items() if r is not regime) / min(times.values()) - 1 for times in both]
+        if not both or statistics.fmean(without) > WORTH:
+            kept.append(regime)
+    return tuple(kept) or (Regime.BATCHED_GEMM,)
+
+
+def choose_margin(points: Sequence[Point], constants: Constants) -> float:
+    """The margin with the least regret among those that make no choice more than :data:`SLOWER` slower than UNIFORM.
+
+    Where none does, the one whose worst choice is least slow.
+    """
+    judged = [(regret(points, dataclasses.replace(constants, margin=m)), m) for m in MARGINS]
+    safe = [(r.p95 + r.median, m) for r, m in judged if r.slower <= SLOWER]
+    return min(safe)[1] if safe else min((r.slower, m) for r, m in judged)[1]
+
+
+def errors(points: Sequence[Point], constants: Constants, regime: Regime) -> list[float]:
+    """(predicted / measured) - 1 at every point where the regime was measured."""
+    own: UniformConstants | SharedConstants = constants.uniform
+    if regime is not Regime.UNIFORM:
+        own = constants.gemm if regime is Regime.BATCHED_GEMM else constants.cascade
+    machine = constants.machine
+    return [
+        cost_of(work_of(p.features, machine, regime), own, machine).us / p.us[regime] - 1
+        for p in points
+        if regime in p.us
+    ]
+
+
+def regret(points: Sequence[Point], constants: Constants) -> Regret:
+    """Judge the classifier's choices, none of them held, on measured times."""
+    classifier = Classifier(constants)
+    losses, slower, chosen = [], 0.0, dict.fromkeys(Regime, 0)
+    for point in points:
+        if Regime.UNIFORM not in point.us or len(point.us) < 2:
+            continue
+        regime = classifier.classify(point.features).regime
+        chosen[regime] += 1
+        taken = point.us.get(regime, point.us[Regime.UNIFORM])
+        losses.append(taken / min(point.us.values()) - 1)
+        slower = max(slower, taken / point.us[Regime.UNIFORM] - 1)
+    ordered = sorted(losses) or [0.0]
+    return Regret(len(losses), statistics.median(ordered), quantile(ordered, 0.95), ordered[-1], slower, chosen)
+
+
+def _fit_one(measured: Sequence[tuple[Work, float]], start: C, machine: Machine) -> C:
+    names = [f.name for f in dataclasses.fields(start)]
+    prior = np.array([_to_free(n, getattr(start, n)) for n in names])
+    target = np.array([us for _, us in measured])
+    weight = PRIOR * len(measured) ** 0.5
+
+    def constants_of(free: Floats) -> C:
+        return type(start)(**{n: _from_free(n, x) for n, x in zip(names, free.tolist(), strict=True)})
+
+    def residuals(free: Floats) -> Floats:
+        own = constants_of(free)
+        times = np.array([cost_of(work, own, machine).us for work, _ in measured])
+        return np.concatenate((np.log(times / target), weight * (free - prior)))
+
+    def damped(r: Floats) -> Floats:
+        """Weights of a robust loss: the prior's part is left alone."""
+        w = np.ones_like(r)
+        w[: len(measured)] = 1 / np.sqrt(1 + (r[: len(measured)] / OUTLIER) ** 2)
+        return w
+
+    free, damping = prior.copy(), 1e-2
+    r = residuals(free)
+    for _ in range(STEPS):
+        w = damped(r)
+        jacobian = np.stack([(residuals(free + step) - r) / 1e-4 for step in np.eye(len(names)) * 1e-4], axis=1)
+        jacobian, weighted = jacobian * w[:, None], r * w
+        normal, slope = jacobian.T @ jacobian, jacobian.T @ weighted
+        for _ in range(8):
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-6), -slope)
+            step = np.clip(step, -1.5, 1.5)
+            tried = residuals(free + step)
+            if float(((tried * w) ** 2).sum()) < float((weighted**2).sum()):
+                free, r, damping = free + step, tried, max(1e-7, damping / 4)
+                break
+            damping *= 4
+        else:
+            break
+        if float(np.abs(step).max()) < 1e-5:
+            break
+    return constants_of(free)
+
+
+def _to_free(name: str, value: float) -> float:
+    if name in FRACTIONS:
+        inside = min(max(value, 0.02), 0.98)  # nearer to an end the slope vanishes
+        return float(np.log(inside / (1 - inside)))
+    return float(np.log(value))
+
+
+def _from_free(name: str, free: float) -> float:
+    if name in FRACTIONS:
+        return float(1 / (1 + np.exp(-min(max(free, -30.0), 30.0))))
+    return float(np.exp(min(max(free, -40.0), 40.0)))
