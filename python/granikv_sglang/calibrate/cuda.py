@@ -29,6 +29,10 @@ MAX_LAYERS, LAYERS_BYTES = 8, 512 << 20
 WARM, REPEATS, LONG_REPEATS, LONG_US = 3, 11, 5, 20_000.0
 
 
+Layer = Callable[[int], torch.Tensor]
+"""One attention layer, by its place in the graph; gives its output."""
+
+
 class Inputs:
     """One cell's tensors: ``layers`` views ``[slots, kv_heads, d]`` of one K and one V buffer, and where tokens lie."""
 
@@ -91,9 +95,13 @@ class CudaMeter:
         }
 
     def time(self, cell: Cell, regime: Regime) -> Timing:
+        layer, get_ready = self.recorded(cell, regime)
+        return Timing(cell, regime, *time_graph(layer, self._layers(cell), self._flush, get_ready))
+
+    def recorded(self, cell: Cell, regime: Regime) -> tuple[Layer, Callable[[], None]]:
+        """What a graph records, layer by layer, and what makes it ready for replays after the capture."""
         inputs = self._inputs_of(cell)
-        call = self._uniform(cell, inputs) if regime is Regime.UNIFORM else self._shared(cell, inputs, regime)
-        return Timing(cell, regime, *call())
+        return self._uniform(cell, inputs) if regime is Regime.UNIFORM else self._shared(cell, inputs, regime)
 
     def _layers(self, cell: Cell) -> int:
         held = needed_slots(cell) * cell.layout.shape.token_bytes
@@ -106,7 +114,7 @@ class CudaMeter:
             self._inputs = (cell, Inputs(cell, self._pool, self._context, self._layers(cell)))
         return self._inputs[1]
 
-    def _uniform(self, cell: Cell, x: Inputs) -> Callable[[], tuple[float, float, float, int]]:
+    def _uniform(self, cell: Cell, x: Inputs) -> tuple[Layer, Callable[[], None]]:
         layout, device = cell.layout, self._device
         indptr = torch.zeros(cell.rows + 1, dtype=torch.int32, device=device)
         indptr[1:] = x.seq_lens.cumsum(0)
@@ -126,12 +134,12 @@ class CudaMeter:
         )  # fmt: skip
         out = torch.empty_like(x.q[0])
 
-        def layer(i: int) -> None:
-            wrapper.run(x.q[i], (x.k[i].unsqueeze(1), x.v[i].unsqueeze(1)), out=out)
+        def layer(i: int) -> torch.Tensor:
+            return wrapper.run(x.q[i], (x.k[i].unsqueeze(1), x.v[i].unsqueeze(1)), out=out)
 
-        return lambda: time_graph(layer, len(x.q), self._flush)
+        return layer, lambda: None
 
-    def _shared(self, cell: Cell, x: Inputs, regime: Regime) -> Callable[[], tuple[float, float, float, int]]:
+    def _shared(self, cell: Cell, x: Inputs, regime: Regime) -> tuple[Layer, Callable[[], None]]:
         engine = self._engines[regime]
         plan = cell.plan(regime, self._next())
 
@@ -145,10 +153,10 @@ class CudaMeter:
         else:
             get_ready()
 
-        def layer(i: int) -> None:
-            engine.run(x.q[i], x.k[i], x.v[i], x.scale)
+        def layer(i: int) -> torch.Tensor:
+            return engine.run(x.q[i], x.k[i], x.v[i], x.scale)
 
-        return lambda: time_graph(layer, len(x.q), self._flush, get_ready)
+        return layer, get_ready
 
     def _next(self) -> int:
         self._version += 1
@@ -156,10 +164,7 @@ class CudaMeter:
 
 
 def time_graph(
-    layer: Callable[[int], None],
-    layers: int,
-    flush: torch.Tensor,
-    before_replay: Callable[[], None] | None = None,
+    layer: Layer, layers: int, flush: torch.Tensor, before_replay: Callable[[], None]
 ) -> tuple[float, float, float, int]:
     """Record ``layers`` calls in a graph; median, least and greatest microseconds per call, and replays timed.
 
@@ -175,8 +180,7 @@ def time_graph(
     with torch.cuda.graph(graph):
         for i in range(layers):
             layer(i)
-    if before_replay is not None:
-        before_replay()
+    before_replay()
     began = time.perf_counter()
     for _ in range(WARM):
         graph.replay()
