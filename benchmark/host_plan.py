@@ -60,7 +60,7 @@ class Pass:
             Classifier.of(Machine(Kind.CUDA, SMS), Regime.BATCHED_GEMM),
             shape=Shape(geometry.q_heads, geometry.kv_heads, geometry.head_dim, 2, LAYERS),
             counters=self.runtime.counters,
-            capacity=self.engine.capacity,
+            capacities={Regime.BATCHED_GEMM: self.engine.capacity},
         )
         self._rids = count()
         self._heads = [self._prefix(group) for group in range(groups)]

@@ -25,7 +25,7 @@ from granikv_sglang.calibrate.meter import Lines, points_of, read_timings
 from granikv_sglang.calibrate.offline import device_in
 from granikv_sglang.core import GraniKVError, Regime, cache_root
 from granikv_sglang.plan import Classifier, Constants
-from granikv_sglang.plan.fit import Point, Regret, regret
+from granikv_sglang.plan.fit import Point, Regret, measured_regimes, regret
 from granikv_sglang.plan.table import Device, find, load
 
 TARGET = {"median": 0.01, "p95": 0.08, "slower": 0.02}
@@ -35,9 +35,9 @@ CELLS = 200
 
 def judged(cell: Cell, point: Point, constants: Constants) -> dict[str, Any]:
     """One cell with what was chosen, what was best, and what was predicted."""
-    decision = Classifier(constants).classify(point.features)
+    decision = Classifier(constants).classify(point.features, None, measured_regimes(point, constants))
     best = min(point.us, key=lambda regime: point.us[regime])
-    taken = point.us.get(decision.regime, point.us[Regime.UNIFORM])
+    taken = point.us[decision.regime]
     return {
         "cell": cell.to_json(),
         "chosen": decision.regime.value,

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from granikv_sglang.backends import cascade_plan
 from granikv_sglang.calibrate import __main__ as command
 from granikv_sglang.calibrate.cells import (
     CPU_LAYOUTS,
@@ -158,6 +159,16 @@ def test_on_a_cpu_both_sides_compute_the_same_attention(layout, mixed):
     assert torch.allclose(uniform, shared, atol=1e-5)
     timing = meter.time(cell, Regime.UNIFORM)
     assert 0 < timing.least <= timing.us <= timing.most and timing.repeats >= 3
+
+
+def test_what_an_engine_cannot_hold_is_not_timed():
+    gpu = Planted()
+    assert regimes_of(Cell(LLAMA, 1, 2, 512, 64), gpu) == tuple(Regime)
+    assert regimes_of(Cell(LLAMA, 16, 2, 512, 64), gpu) == (Regime.UNIFORM, Regime.BATCHED_GEMM)
+    assert regimes_of(Cell(LLAMA, 4, 1, 512, 64), gpu) == (Regime.UNIFORM, Regime.BATCHED_GEMM)
+    for cell in {*regret_grid(), *calibration_grid()}:
+        if Regime.CASCADE in regimes_of(cell, gpu):
+            assert cascade_plan.prefix_arrays(cell.items, cascade_plan.PassLimits(cell.rows)).pairs == cell.rows
 
 
 def test_on_a_cpu_one_engine_is_timed_once_and_serves_both_regimes():

@@ -5,12 +5,12 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from granikv_sglang.calibrate.cells import regret_grid
-from granikv_sglang.calibrate.meter import Lines, Timing, points_of
-from granikv_sglang.core import Regime
+from granikv_sglang.calibrate.meter import Lines, Timing, points_of, regimes_of
 from granikv_sglang.plan import analytic
 from granikv_sglang.plan.fit import fit, regret
 from granikv_sglang.plan.table import Device, save
@@ -37,9 +37,9 @@ def raw(tmp_path_factory):
     about = {"device": DEVICE.name, "machine": machine, "versions": DEVICE.versions, "driver": "1", "commit": "c"}
     lines = Lines(path, about)
     for cell in regret_grid():
-        for regime, us in measured(cell.features(), planted(), rng).items():
-            if cell.members > 1 or regime is not Regime.CASCADE:
-                lines.add(Timing(cell, regime, us, us, us, 11))
+        us = measured(cell.features(), planted(), rng)
+        for regime in regimes_of(cell, SimpleNamespace(same_engine=False)):
+            lines.add(Timing(cell, regime, us[regime], us[regime], us[regime], 11))
     return path
 
 

@@ -12,10 +12,22 @@ from granikv_sglang.backends import Geometry, TorchSharedDecode
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.backends.cascade_plan import CascadeCapacity
 from granikv_sglang.config import REGIMES, GraniKVConfig
-from granikv_sglang.core import GraniKVError, Reason, Regime
-from granikv_sglang.plan import Capacity, Classifier, Decision, Item, Kind, Machine, Plan, analytic, uniform_plan
+from granikv_sglang.core import Counters, GraniKVError, Reason, Regime, Span
+from granikv_sglang.plan import (
+    Capacity,
+    Classifier,
+    Decision,
+    Item,
+    Kind,
+    Machine,
+    Plan,
+    Planner,
+    Shape,
+    analytic,
+    uniform_plan,
+)
 from granikv_sglang.plan.table import Calibration
-from granikv_sglang.plugin.engines import capacity_of, classifier_of, decode_engines, engine_names
+from granikv_sglang.plugin.engines import capacities_of, classifier_of, decode_engines, engine_names
 from granikv_sglang.plugin.runtime import Runtime
 from granikv_sglang.plugin.variants import GraphVariants, label_of
 
@@ -153,15 +165,26 @@ def test_a_forced_cascade_without_kernels_is_refused_in_one_line():
     assert "\n" not in str(caught.value)
 
 
-def test_a_plan_must_fit_every_engine():
-    items = [Item(256 * i, 9, (2 * i, 2 * i + 1), i) for i in range(32)]
-    wide, narrow = Capacity(64, 64, 256), CascadeCapacity.of(64)
-    engines = {Regime.BATCHED_GEMM: Engine(capacity=wide), Regime.CASCADE: Engine(capacity=narrow)}
-    both = capacity_of(engines)
-    assert wide.holds(64, items) and not narrow.holds(64, items)
-    assert both is not None and not both.holds(64, items) and both.holds(64, items[:16])
-    assert capacity_of({Regime.CASCADE: Engine()}) is None
-    assert capacity_of({}) is None
+def test_a_plan_that_one_engine_cannot_hold_is_left_to_the_others():
+    wide, narrow = Capacity(1024, 1024, 4096), CascadeCapacity.of(1024)
+    engines = {Regime.CASCADE: Engine(capacity=narrow), Regime.BATCHED_GEMM: Engine(capacity=wide)}
+    both = dataclasses.replace(CUDA.constants, regimes=(Regime.CASCADE, Regime.BATCHED_GEMM), margin=0.0)
+    cheap = dataclasses.replace(both, cascade=dataclasses.replace(both.cascade, launch_us=1e-3, hbm=1e9, tail=1e9))
+
+    def regime_of(groups, **changes):
+        spans = [(i, Span(i << 16, 8192)) for i in range(groups)]
+        planner = Planner(
+            Classifier(dataclasses.replace(cheap, **changes)), shape=Shape(32, 8, 128), counters=Counters(),
+            capacities=capacities_of(engines),
+        )  # fmt: skip
+        plan = planner.decode("a", lambda: [(span,) for span in spans] * 2, lambda: groups * 2 * 8300)
+        return plan.decision.regime, plan.decision.reason
+
+    # Two requests in each of 16 groups: the cascade's graph for 32 rows holds 8 items.
+    assert regime_of(8)[0] is Regime.CASCADE
+    assert regime_of(16)[0] is Regime.BATCHED_GEMM
+    assert regime_of(16, regimes=(Regime.CASCADE,)) == (Regime.UNIFORM, Reason.OVER_CAPACITY)
+    assert capacities_of({Regime.CASCADE: Engine()}) == {}
 
 
 class Memory:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from granikv_sglang.calibrate.cells import Cell, Layout
+from granikv_sglang.backends.cascade_plan import CascadeCapacity
+from granikv_sglang.calibrate.cells import MAX_ROWS, Cell, Layout
 from granikv_sglang.core import GraniKVError, Regime
 from granikv_sglang.plan.fit import Point
 
@@ -51,10 +52,14 @@ class Meter(Protocol):
 
 
 def regimes_of(cell: Cell, meter: Meter) -> tuple[Regime, ...]:
-    """What to time. Without a shared stretch only the Triton engine has a pass of its own: it reads all as tails."""
+    """What to time: what an engine can hold. Without a shared stretch only the Triton engine has a pass of its own, and
+    reads all as tails.
+    """
     if cell.members == 1 and meter.same_engine:
         return (Regime.UNIFORM,)
     if cell.members == 1 or meter.same_engine:
+        return (Regime.UNIFORM, Regime.BATCHED_GEMM)
+    if not CascadeCapacity.of(MAX_ROWS).holds(cell.rows, cell.items):
         return (Regime.UNIFORM, Regime.BATCHED_GEMM)
     return tuple(Regime)
 

@@ -72,11 +72,21 @@ class Classifier:
             return () if self.forced is Regime.UNIFORM else (self.forced,)
         return self.constants.regimes
 
-    def classify(self, features: Features, standing: Standing | None = None) -> Decision:
-        """The decision of a decode pass; ``standing`` is what the passes before it had."""
+    def classify(
+        self, features: Features, standing: Standing | None = None, regimes: tuple[Regime, ...] | None = None
+    ) -> Decision:
+        """The decision of a decode pass.
+
+        Args:
+            features: of the pass.
+            standing: what the passes before it had.
+            regimes: shared regimes whose engines hold the plan; default: all of :meth:`regimes`.
+        """
         if not features.tokens.size:
             return Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)
-        names = (_UNIFORM, *self.regimes())
+        names = (_UNIFORM, *(self.regimes() if regimes is None else regimes))
+        if len(names) == 1 and self.forced is not _UNIFORM:
+            return Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
         costs = predict(features, self.constants, names[1:])
         predicted = tuple([(name, cost.us) for name, cost in zip(names, costs, strict=True)])
         if self.forced is not None:

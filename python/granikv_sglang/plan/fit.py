@@ -149,6 +149,11 @@ def errors(points: Sequence[Point], constants: Constants, regime: Regime) -> lis
     ]
 
 
+def measured_regimes(point: Point, constants: Constants) -> tuple[Regime, ...]:
+    """Shared regimes that a server could have chosen: those in use whose engine holds the pass, so it was timed."""
+    return tuple(regime for regime in constants.regimes if regime in point.us)
+
+
 def regret(points: Sequence[Point], constants: Constants) -> Regret:
     """Judge the classifier's choices, none of them held, on measured times."""
     classifier = Classifier(constants)
@@ -156,9 +161,9 @@ def regret(points: Sequence[Point], constants: Constants) -> Regret:
     for point in points:
         if Regime.UNIFORM not in point.us or len(point.us) < 2:
             continue
-        regime = classifier.classify(point.features).regime
+        regime = classifier.classify(point.features, None, measured_regimes(point, constants)).regime
         chosen[regime] += 1
-        taken = point.us.get(regime, point.us[Regime.UNIFORM])
+        taken = point.us[regime]
         losses.append(taken / min(point.us.values()) - 1)
         slower = max(slower, taken / point.us[Regime.UNIFORM] - 1)
     ordered = sorted(losses) or [0.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ class Planner:
     Args:
         classifier: chooses the regime.
         shape: attention of this rank.
-        capacity: the largest plan the engine takes; None for no bound.
+        capacities: the largest plan that a regime's engine takes; a regime that is not in it has no bound.
         whole_batch: share only what every request of the batch has in common, as batch-global cascades do.
         usable: whether the engine of a regime, or of ``"prefill"``, still works; a chosen one that does not is UNIFORM.
         note: told every decision with all that must be equal on all ranks, before ``usable`` is asked.
@@ -42,7 +42,7 @@ class Planner:
         *,
         shape: Shape,
         counters: Counters,
-        capacity: Capacity | None = None,
+        capacities: Mapping[Regime, Capacity] | None = None,
         whole_batch: bool = False,
         usable: Callable[[str], bool] = lambda _: True,
         note: Callable[..., None] | None = None,
@@ -50,7 +50,7 @@ class Planner:
         self._classifier = classifier
         self._shape = shape
         self._counters = counters
-        self._capacity = capacity
+        self._capacities = capacities or {}
         self._whole_batch = whole_batch
         self._usable = usable
         self._note = note
@@ -60,6 +60,7 @@ class Planner:
         self._items: tuple[Item, ...] = ()
         self._coverage: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._longest = 0
+        self._holding: tuple[Regime, ...] = ()
         self._standing: Standing | None = None
         self._age = 0
 
@@ -128,18 +129,20 @@ class Planner:
         self._items = build_items(paths, self._classifier.bounds.min_item_tokens, members)
         self._coverage = coverage_of(self._items, len(paths))
         self._longest = int(self._coverage.max()) if len(paths) else 0
-        if self._capacity is None or self._capacity.holds(len(paths), self._items):
-            decision = self._classify(tokens() if self._items else len(paths))
-        else:
-            decision = Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
+        self._holding = tuple(r for r in self._classifier.regimes() if self._holds(r, len(paths)))
+        decision = self._classify(tokens() if self._items else len(paths))
         return self._plan_of(self._settle(decision, self._items, decision.regime.value))
+
+    def _holds(self, regime: Regime, rows: int) -> bool:
+        capacity = self._capacities.get(regime)
+        return capacity is None or capacity.holds(rows, self._items)
 
     def _features(self, tokens: int) -> Features:
         return Features.of(self._items, self._longest, self._coverage.shape[0], self._shape, tokens)
 
     def _classify(self, tokens: int) -> Decision:
         features = self._features(tokens)
-        decision = self._classifier.classify(features, self._standing)
+        decision = self._classifier.classify(features, self._standing, self._holding)
         if self._weighed(decision) and (self._standing is None or decision.regime is not self._standing.regime):
             self._counters.regime_switches += self._standing is not None
             self._standing = Standing(decision.regime, 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from granikv_sglang.backends import Geometry, PrefixExtend, SharedDecode, build_engine, build_extend, cascade_takes
 from granikv_sglang.backends.timer import EventTimer, HostTimer, LayerTimer
 from granikv_sglang.core import GraniKVError, Regime, cache_root
-from granikv_sglang.plan import Capacity, Classifier, Item, Kind, Machine
+from granikv_sglang.plan import Capacity, Classifier, Kind, Machine
 from granikv_sglang.plan.table import Calibration, Device, find
 
 MAX_ROWS = 1024
@@ -114,19 +113,6 @@ def prefill_engine(runner: Any) -> PrefixExtend:
     return build_extend("flashinfer" if cuda else "torch", geometry_of(runner))
 
 
-@dataclass(frozen=True, slots=True)
-class SharedCapacity(Capacity):
-    """What every one of several engines holds: the regime is not known yet when a plan is measured."""
-
-    parts: tuple[Capacity, ...]
-
-    def holds(self, rows: int, items: Sequence[Item]) -> bool:
-        return all(part.holds(rows, items) for part in self.parts)
-
-
-def capacity_of(engines: Mapping[Regime, SharedDecode]) -> SharedCapacity | None:
-    """The largest plan that all engines take; None where there is no bound."""
-    parts = tuple(dict.fromkeys(e.capacity for e in engines.values() if e.capacity is not None))
-    if not parts:
-        return None
-    return SharedCapacity(min(p.rows for p in parts), min(p.items for p in parts), min(p.pairs for p in parts), parts)
+def capacities_of(engines: Mapping[Regime, SharedDecode]) -> dict[Regime, Capacity]:
+    """The largest plan that the engine of each regime takes; a regime without a bound is left out."""
+    return {regime: engine.capacity for regime, engine in engines.items() if engine.capacity is not None}

@@ -22,7 +22,7 @@ from granikv_sglang.plan.table import Calibration
 from granikv_sglang.plugin import checks, namespaces
 from granikv_sglang.plugin.engines import (
     calibration_of,
-    capacity_of,
+    capacities_of,
     classifier_of,
     decode_engines,
     prefill_engine,
@@ -87,7 +87,7 @@ class Runtime:
                 heads, kv_heads, head_dim, pool.k_buffer[0].element_size(), len(pool.k_buffer), context.tp_size
             ),
             counters=self.counters,
-            capacity=capacity_of(self._engines),
+            capacities=capacities_of(self._engines),
             whole_batch=self.config.sharing == "batch",
             usable=lambda engine: not self._breakers[engine].off,
             note=self._ranks.note if self._ranks is not None else None,
