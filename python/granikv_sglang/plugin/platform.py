@@ -6,6 +6,8 @@ keeps SGLang's own platform. Upstream contract: ``sglang.srt.platforms.interface
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -70,3 +72,17 @@ class GraniCpuPlatform(CpuSRTPlatform):
         # Upstream switches graphs off for the *name* torch_native; a backend that wraps it needs the same answer.
         server_args.cuda_graph_config.decode.backend = Backend.DISABLED
         server_args.cuda_graph_config.prefill.backend = Backend.DISABLED
+        if server_args.tp_size > 1:
+            _prepare_tensor_parallel(os.environ, server_args.tp_size, sorted(os.sched_getaffinity(0)))
+
+
+def _prepare_tensor_parallel(env: MutableMapping[str, str], ranks: int, cores: Sequence[int]) -> None:
+    """Let CPU ranks start wherever SGLang would not: processes that it spawns inherit ``env``.
+
+    Upstream wants a NUMA node for each rank unless told which cores a rank has, and sets up NCCL wherever torch brings
+    it along, GPU or not. What the user has set stays.
+    """
+    shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
+    alone = [share or [cores[rank % len(cores)]] for rank, share in enumerate(shares)]
+    env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, share)) for share in alone))
+    env.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent/no-nccl-on-a-cpu")
