@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -56,7 +55,8 @@ class Inputs:
 
 
 class CpuMeter:
-    """Median of several calls of one layer, what an engine does once a pass left out.
+    """Least of several calls of one layer, what an engine does once a pass left out: other processes only add time,
+    and on a CPU a lot of it.
 
     Args:
         seconds: about how long one timing may take.
@@ -84,7 +84,7 @@ class CpuMeter:
             began = time.perf_counter()
             call()
             times.append((time.perf_counter() - began) * 1e6)
-        return Timing(cell, regime, statistics.median(times), min(times), max(times), len(times))
+        return Timing(cell, regime, min(times), min(times), max(times), len(times))
 
     def uniform(self, cell: Cell, x: Inputs) -> Callable[[], torch.Tensor]:
         """One layer of the stock backend, called as its ``forward_decode`` does."""

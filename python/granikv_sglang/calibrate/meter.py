@@ -17,7 +17,10 @@ from granikv_sglang.plan.fit import Point
 
 @dataclass(frozen=True)
 class Timing:
-    """One cell under one regime: median, least and greatest microseconds of a layer over ``repeats``."""
+    """One cell under one regime: microseconds of a layer, and the least and greatest of ``repeats``.
+
+    ``us`` is the median on a GPU and the least on a CPU.
+    """
 
     cell: Cell
     regime: Regime
