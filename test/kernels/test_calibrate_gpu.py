@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granikv_sglang.backends.timer import EventTimer
+from granikv_sglang.backends.timer import EventTimer, events_work_in_graphs
 from granikv_sglang.calibrate.cells import GPU_LAYOUTS, Cell
 from granikv_sglang.core import Regime
 
@@ -58,6 +58,7 @@ def test_events_in_a_graph_time_the_layer_of_each_replay():
             x.mm(x)
         timer.stop(key)
 
+    assert events_work_in_graphs()
     recorded()  # as a warm-up without a capture does
     torch.cuda.synchronize()
     assert timer.read(key) > 0

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import torch
 
 from granikv_sglang.backends.attention import GraniKVAttnBackend
-from granikv_sglang.backends.timer import EventTimer, HostTimer
+from granikv_sglang.backends.timer import EventTimer, HostTimer, events_work_in_graphs
 from granikv_sglang.core import Counters, Reason, Regime
 from granikv_sglang.plan import Decision, uniform_plan
+from granikv_sglang.plugin.engines import timer_of
 from granikv_sglang.plugin.sampling import EVERY, SETTLED, Sampler
 
 
@@ -135,3 +136,14 @@ def test_events_are_read_only_when_both_are_past_and_in_order(monkeypatch):
     # A replay in flight has stamped the first event anew.
     begin.at = 3.0
     assert timer.read(key) is None
+
+
+def test_a_gpu_that_cannot_time_events_in_graphs_serves_without_the_metric(monkeypatch, caplog):
+    def refuse(*_args, **_kwargs):
+        raise RuntimeError("invalid argument\nmore")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    assert not events_work_in_graphs()
+    assert timer_of(True, 32) is None
+    assert "not timed while serving, CUDA says: invalid argument" in caplog.text
+    assert timer_of(False, 32).layer == 16

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Protocol
 
 import torch
 
 from granikv_sglang.core import Regime
+
+logger = logging.getLogger(__name__)
 
 Key = tuple[Regime, int]
 """Regime and rows, padding included: what has a graph of its own."""
@@ -72,3 +75,25 @@ class EventTimer:
         us = pair[0].elapsed_time(pair[1]) * 1e3
         # A replay in flight has stamped the first event and not yet the second: look again later.
         return us if us > 0 else None
+
+
+def events_work_in_graphs() -> bool:
+    """Whether this GPU's driver and torch time events that are nodes of a graph: tried on a graph of one addition.
+
+    A server must not fail to capture its graphs for the sake of a metric.
+    """
+    timer, key = EventTimer(0), (Regime.UNIFORM, 0)
+    try:
+        number = torch.zeros(1, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            timer.start(key)
+            number.add_(1)
+            timer.stop(key)
+        graph.replay()
+        torch.cuda.synchronize()
+        return timer.read(key) is not None
+    except RuntimeError as error:
+        logger.warning("GraniKV: attention is not timed while serving, CUDA says: %s", str(error).splitlines()[0])
+        return False

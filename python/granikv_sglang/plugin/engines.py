@@ -13,7 +13,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from granikv_sglang.backends import Geometry, PrefixExtend, SharedDecode, build_engine, build_extend, cascade_takes
-from granikv_sglang.backends.timer import EventTimer, HostTimer, LayerTimer
+from granikv_sglang.backends.timer import EventTimer, HostTimer, LayerTimer, events_work_in_graphs
 from granikv_sglang.core import GraniKVError, Regime, cache_root
 from granikv_sglang.plan import Capacity, Classifier, Kind, Machine
 from granikv_sglang.plan.table import Calibration, Device, find
@@ -61,9 +61,11 @@ def classifier_of(regime: str, calibration: Calibration) -> Classifier:
     return Classifier(calibration.constants, None if regime == "auto" else Regime(regime))
 
 
-def timer_of(cuda: bool, layers: int) -> LayerTimer:
-    """Times the middle one of a model's layers: the first and the last run beside other work."""
-    return EventTimer(layers // 2) if cuda else HostTimer(layers // 2)
+def timer_of(cuda: bool, layers: int) -> LayerTimer | None:
+    """Times the middle one of a model's layers: the first and the last run beside other work. None where it cannot."""
+    if not cuda:
+        return HostTimer(layers // 2)
+    return EventTimer(layers // 2) if events_work_in_graphs() else None
 
 
 def geometry_of(runner: Any) -> Geometry:

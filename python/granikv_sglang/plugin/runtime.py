@@ -120,7 +120,8 @@ class Runtime:
             self._engine_fault,
             timer,
         )
-        self._sampler = Sampler(timer, lambda: backend.timed, self.counters)
+        if timer is not None:
+            self._sampler = Sampler(timer, lambda: backend.timed, self.counters)
         return backend
 
     def _calibrated(self, cuda: bool) -> Calibration:
