@@ -9,6 +9,7 @@ import torch
 
 from granikv_sglang.backends import cascade_plan
 from granikv_sglang.calibrate import __main__ as command
+from granikv_sglang.calibrate import cuda
 from granikv_sglang.calibrate.cells import (
     CPU_LAYOUTS,
     GPU_LAYOUTS,
@@ -179,6 +180,19 @@ def test_on_a_cpu_one_engine_is_timed_once_and_serves_both_regimes():
     timings = [meter.time(cell, regime) for regime in regimes_of(cell, meter)]
     ((_, point),) = points_of(timings, same_engine=True)
     assert point.us[Regime.CASCADE] == point.us[Regime.BATCHED_GEMM]
+
+
+@pytest.mark.parametrize("cell", [Cell(LLAMA, 3, 4, 100, 7, True), Cell(LLAMA, 2, 3, 50, 60), Cell(LLAMA, 4, 1, 9, 5)])
+def test_a_gpus_batch_lies_where_a_cpus_does(cell):
+    layers, context = 3, 176
+    values = layers * needed_slots(cell) * LLAMA.kv_heads * LLAMA.head_dim
+    pool = tuple(torch.arange(values, dtype=torch.float32) for _ in range(2))
+    gpu, cpu = cuda.Inputs(cell, pool, context, layers), Inputs(cell)
+    assert torch.equal(gpu.seq_lens, cpu.seq_lens) and gpu.req_to_token.dtype == torch.int32
+    for row, n in enumerate(cpu.seq_lens.tolist()):
+        assert torch.equal(gpu.req_to_token[row, :n], cpu.req_to_token[row, :n])
+    assert [x.shape for x in gpu.k] == [cpu.layer()[0].shape] * layers
+    assert len({x.data_ptr() for x in gpu.k}) == layers and len(gpu.q) == layers
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

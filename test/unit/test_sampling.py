@@ -3,14 +3,19 @@
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.backends.timer import EventTimer, HostTimer, events_work_in_graphs
+from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.core import Counters, Reason, Regime
-from granikv_sglang.plan import Decision, uniform_plan
+from granikv_sglang.plan import Classifier, Decision, Kind, Machine, Planner, Shape, uniform_plan
 from granikv_sglang.plugin.engines import timer_of
+from granikv_sglang.plugin.runtime import Runtime
 from granikv_sglang.plugin.sampling import EVERY, SETTLED, Sampler
+from support.world import World
 
 
 class Timer:
@@ -147,3 +152,24 @@ def test_a_gpu_that_cannot_time_events_in_graphs_serves_without_the_metric(monke
     assert timer_of(True, 32) is None
     assert "not timed while serving, CUDA says: invalid argument" in caplog.text
     assert timer_of(False, 32).layer == 16
+
+
+@pytest.mark.parametrize("counted_by", ["seq_lens_cpu", "requests"])
+def test_the_runtime_samples_decode_passes_with_the_tokens_of_now(counted_by):
+    """Passes that share nothing are predicted as well: they are what drift of the stock backend shows in."""
+    runtime, world = Runtime(GraniKVConfig()), World(slots=256)
+    runtime.tree = world.tree
+    runtime._planner = Planner(Classifier.of(Machine(Kind.CPU, 1)), shape=Shape(9, 3, 64, 4), counters=runtime.counters)
+    runtime._sampler = Sampler(Timer(), lambda: (Regime.UNIFORM, 2), runtime.counters)
+    reqs = [
+        SimpleNamespace(rid=rid, last_node=world.tree.root_node, origin_input_ids=[1] * 500, output_ids=[2] * n)
+        for rid, n in (("a", 3), ("b", 5))
+    ]
+    lens = torch.tensor([503, 505]) if counted_by == "seq_lens_cpu" else None
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, reqs=reqs, seq_lens_cpu=lens)
+    for _ in range(EVERY + 1):
+        plan = runtime._plan_for(batch)
+    assert plan.decision.reason is Reason.NOTHING_SHARED
+    expected = runtime._planner.predicted_us(1008)
+    assert runtime.counters.predicted_ns[Regime.UNIFORM] == round(expected * 1e3) > 0
+    assert runtime.counters.measured_ns[Regime.UNIFORM] == 40_000

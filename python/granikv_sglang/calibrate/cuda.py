@@ -55,7 +55,7 @@ class Inputs:
         at = covered[:, None] + torch.arange(cell.tail, device=device)[None, :]
         self.req_to_token.scatter_(1, at, torch.from_numpy(tails).to(device).int())
         self.seq_lens = covered + cell.tail
-        self.seq_lens_cpu = self.seq_lens.cpu().pin_memory()
+        self.seq_lens_cpu = self.seq_lens.cpu()
         self.rows = torch.arange(cell.rows, device=device)
         self.scale = layout.head_dim**-0.5
         self.batch = DecodeBatch(self.req_to_token, self.rows, self.seq_lens, self.seq_lens_cpu)
