@@ -22,7 +22,7 @@ def notice(s, tokens: int):
     workers = s.fork(len(PARTS))
     for branch, part in zip(workers, PARTS, strict=True):
         branch += f"Write one sentence {part}." + sgl.user_end()
-        branch += sgl.assistant("Come to the library:" + sgl.gen("draft", max_tokens=tokens, stop="\n"))
+        branch += sgl.assistant("Come to the library:" + sgl.gen("draft", max_tokens=tokens))
     s["drafts"] = [branch["draft"] for branch in workers]
 
     s += "The drafts:\n" + "\n".join(f"{i}. {draft}" for i, draft in enumerate(s["drafts"], 1))
