@@ -35,6 +35,7 @@ def driver(session_driver: Driver) -> Iterator[Driver]:
     session_driver.let_promote()
     yield session_driver
     session_driver.let_promote()
+    session_driver.mend()
     session_driver.settle()
     assert session_driver.flush(), "the scheduler is not idle after the test"
     assert session_driver.tree.allocator.available_size() == session_driver.tree.allocator.size

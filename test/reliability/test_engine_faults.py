@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from granikv_sglang.core import Breaker, Decline, Reason, Regime
+from granikv_sglang.core import Decline, Reason, Regime
 from reliability.conftest import words
 
 PREFIX = words(201, 160)
@@ -33,13 +33,7 @@ class Flaky:
 
 @pytest.fixture
 def backend(driver):
-    """The attention backend; every breaker is whole again afterwards."""
-    yield driver.scheduler.tp_worker.model_runner.attn_backend
-    for name, breaker in list(driver.runtime._breakers.items()):
-        driver.runtime._breakers[name] = Breaker(breaker.what, breaker._instead)
-    promoter = driver.runtime._promoter
-    promoter._breaker = Breaker(promoter._breaker.what, promoter._breaker._instead)
-    driver.runtime._planner.forget()
+    return driver.scheduler.tp_worker.model_runner.attn_backend
 
 
 def engine_of(backend):

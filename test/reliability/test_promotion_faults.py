@@ -174,6 +174,8 @@ def test_demotion_under_pressure(driver):
     assert driver.answer(*[driver.request(prompt(i), 20) for i in range(2)])
     before = driver.counters.hot_evictions
     for round_ in range(6):
+        # Strangers alone first, more than the pool holds: nothing locks the prefix and it is the least recently used.
+        driver.answer(*[driver.request(words(900 + 9 * round_ + i, 600), 2) for i in range(POOL // 600 + 1)])
         batch = [driver.request(words(100 + 7 * round_ + i, rng.randrange(300, 620)), 6) for i in range(4)]
         batch.insert(rng.randrange(5), driver.request(prompt(round_), NEW))
         batch.append(driver.request(prompt(round_ + 1), NEW))

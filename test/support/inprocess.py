@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from granikv_sglang.config import ENV_VAR, NAME, GraniKVConfig
+from granikv_sglang.core import Breaker
 from granikv_sglang.plugin.promoter import live_requests
 from granikv_sglang.tree.audit import HeldRow, audit
 
@@ -185,6 +186,14 @@ class Driver:
         promoter = self.runtime._promoter
         promoter._config, promoter._looked_at = self.runtime.config, None
         promoter._declined.clear()
+
+    def mend(self) -> None:
+        """Engines and promotion are whole again, whatever a test made them do."""
+        breakers, promoter = self.runtime._breakers, self.runtime._promoter
+        for name, breaker in list(breakers.items()):
+            breakers[name] = Breaker(breaker.what, breaker._instead)
+        promoter._breaker = Breaker(promoter._breaker.what, promoter._breaker._instead)
+        self.runtime._planner.forget()
 
     def flush(self) -> bool:
         """SGLang's own flush; False when it refuses."""
