@@ -117,6 +117,15 @@ def test_token_ids_outside_the_vocabulary_are_refused_by_name(granikv, prompt):
     assert f"token id {min(prompt) if min(prompt) < 0 else max(prompt)} is not one of the model's" in text
 
 
+@pytest.mark.parametrize("top", [10**6, -3])
+def test_impossible_numbers_of_top_logprobs_are_refused(granikv, top):
+    """In stock SGLang 0.5.17 one such request ends the scheduler, too."""
+    body = {"text": "x", "return_logprob": True, "top_logprobs_num": top, "sampling_params": {"max_new_tokens": 2}}
+    status, text = send(granikv, "/generate", json.dumps(body).encode())
+    assert status == 400
+    assert f"{top} top log-probabilities were asked for" in text
+
+
 def test_a_crafted_extra_key_does_not_reach_another_tenants_salt(granikv):
     """Over HTTP: tenant ``acme`` by salt; then whoever may choose extra keys tries to be it."""
     client = openai.OpenAI(base_url=f"{granikv.url}/v1", api_key="none")

@@ -44,10 +44,16 @@ class Front:
         app.add_middleware(SignIn)
 
     def before_validation(self, manager: Any, request: Any, input_ids: Any) -> None:
-        """Raises ValueError, which the server answers with status 400, for a token the model does not have."""
+        """Raises ValueError, which the server answers with status 400, for what would end the scheduler.
+
+        That is a token the model does not have, or top log-probabilities fewer than none or more than there are tokens.
+        """
+        vocabulary = manager.model_config.vocab_size
+        top = vars(request).get("top_logprobs_num") or 0  # an embedding request has none
+        if not 0 <= top <= vocabulary:
+            raise ValueError(f"{top} top log-probabilities were asked for; 0 to {vocabulary} are possible")
         if not input_ids or isinstance(input_ids[0], list) or request.contains_mm_input():
             return
-        vocabulary = manager.model_config.vocab_size
         for token in (min(input_ids), max(input_ids)):
             if not 0 <= token < vocabulary:
                 raise ValueError(f"token id {token} is not one of the model's, which are 0 to {vocabulary - 1}")
@@ -103,8 +109,8 @@ FRONT_TABLE: tuple[Hook, ...] = (
         HookType.BEFORE,
         "before_validation",
         ("self", "obj", "input_ids"),
-        "Refuses a prompt with token ids outside the vocabulary: looking up their embeddings would end the scheduler.",
-        "SGLang checks the token ids of every request.",
+        "Refuses token ids and numbers of top log-probabilities that the model does not have: they end the scheduler.",
+        "SGLang checks both in every request.",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",
