@@ -181,12 +181,17 @@ class GraniKVAttnBackend(AttentionBackend):
         forward_batch: Any,
         save_kv_cache: bool,
     ) -> torch.Tensor:
+        caches = self._caches(k, v, layer, forward_batch, save_kv_cache)
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return engine.run(heads, *caches, layer.scaling).reshape(q.shape[0], -1)
+
+    def _caches(
+        self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's K and V buffers, with the pass's own K and V in them where they are to be kept."""
         if save_kv_cache and k is not None:
             self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
-        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k_cache = self._kv_pool.get_key_buffer(layer.layer_id)
-        v_cache = self._kv_pool.get_value_buffer(layer.layer_id)
-        return engine.run(heads, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
+        return self._kv_pool.get_key_buffer(layer.layer_id), self._kv_pool.get_value_buffer(layer.layer_id)
 
     def forward_extend(
         self,
@@ -216,13 +221,10 @@ class GraniKVAttnBackend(AttentionBackend):
         forward_batch: Any,
         save_kv_cache: bool,
     ) -> torch.Tensor:
-        if save_kv_cache:
-            self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        caches = self._caches(k, v, layer, forward_batch, save_kv_cache)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k, v = (x.view(-1, layer.tp_k_head_num, layer.qk_head_dim) for x in (k, v))
-        k_cache = self._kv_pool.get_key_buffer(layer.layer_id)
-        v_cache = self._kv_pool.get_value_buffer(layer.layer_id)
-        return engine.run(heads, k, v, k_cache, v_cache, layer.scaling).reshape(q.shape[0], -1)
+        return engine.run(heads, k, v, *caches, layer.scaling).reshape(q.shape[0], -1)
 
     def forward_mixed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.stock.forward_mixed(*args, **kwargs)

@@ -14,10 +14,11 @@ class TorchExtend:
     """See :class:`granikv_sglang.backends.base.PrefixExtend`. Each HOT stretch is read once for all its requests."""
 
     def prepare(self, plan: Plan, batch: ExtendBatch) -> None:
-        self._offsets = [int(o) for o in token_offsets(batch.extend_lens)]
+        offsets = token_offsets(batch.extend_lens)
+        self._offsets = offsets.tolist()
         # (tokens of the pass, slice of the caches) of each HOT stretch, (row, slots) of each COLD one.
         self._hot: list[tuple[torch.Tensor, slice]] = []
-        for level in levels_of(plan.items, token_offsets(batch.extend_lens)):
+        for level in levels_of(plan.items, offsets):
             for segment in range(len(level.qo_indptr) - 1):
                 first, end = int(level.qo_indptr[segment]), int(level.qo_indptr[segment + 1])
                 if first < end:
