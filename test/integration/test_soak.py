@@ -41,6 +41,8 @@ class Tally:
     done: dict[str, int] = field(default_factory=dict)
     sampled: dict[str, tuple[Request, Reply]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    log_from: int = 0
+    """Where the server's log ended at the start: others have tested malformed requests on this server before."""
 
     def add(self, what: str) -> None:
         with self.lock:
@@ -145,7 +147,7 @@ def soaked(granikv, stock, model):
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = [token for team in TEAMS for token in tokenizer(team.prefix)["input_ids"]]
     begin = time.monotonic()
-    tally = Tally()
+    tally = Tally(log_from=Path(granikv.log).stat().st_size)
     before = granikv.granikv_state()["counters"]
     clients = [Client(granikv, text, tally, number, begin + SECONDS) for number in range(CLIENTS)]
     for client in clients:
@@ -207,7 +209,7 @@ def test_no_slot_is_lost(soaked, granikv):
     state = granikv.granikv_state()
     assert state["pool"]["free"] == state["pool"]["slots"] == state["pool"]["largest_free_run"]
     assert state["extents"] == []
-    log = Path(granikv.log).read_text(errors="replace")
+    log = Path(granikv.log).read_bytes()[soaked[0].log_from :].decode(errors="replace")
     assert "Traceback" not in log
     assert "leak" not in log.lower()
 
