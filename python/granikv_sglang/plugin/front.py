@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from sglang.srt.plugins.hook_registry import HookType
 
 from granikv_sglang.plugin import checks, namespaces, usage
@@ -43,7 +44,9 @@ class Front:
         """Around SGLang's own check of the key goes the form that asks a browser for it."""
         app.add_middleware(SignIn)
 
-    def before_validation(self, manager: Any, request: Any, input_ids: Any) -> None:
+    def around_tokenized(
+        self, original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Raises ValueError, which the server answers with status 400, for what would end the scheduler.
 
         That is a token the model does not have, or top log-probabilities fewer than none or more than there are tokens.
@@ -52,11 +55,17 @@ class Front:
         top = vars(request).get("top_logprobs_num") or 0  # an embedding request has none
         if not 0 <= top <= vocabulary:
             raise ValueError(f"{top} top log-probabilities were asked for; 0 to {vocabulary} are possible")
-        if not input_ids or isinstance(input_ids[0], list) or request.contains_mm_input():
-            return
-        for token in (min(input_ids), max(input_ids)):
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"token id {token} is not one of the model's, which are 0 to {vocabulary - 1}")
+        try:
+            made = original(manager, request, *args, **kwargs)
+        except OverflowError as error:  # SGLang packs token ids into 64 bits
+            raise ValueError(f"a token id is not one of the model's, which are 0 to {vocabulary - 1}") from error
+        if made.input_ids and not request.contains_mm_input():
+            # Packed by now, and so a hundred times quicker to look through than the list: 10 µs for 16K tokens.
+            ids = np.frombuffer(made.input_ids, dtype=np.int64)
+            for token in (int(ids.min()), int(ids.max())):
+                if not 0 <= token < vocabulary:
+                    raise ValueError(f"token id {token} is not one of the model's, which are 0 to {vocabulary - 1}")
+        return made
 
     def around_extra_key(self, original: Callable[..., Any], serving: Any, request: Any) -> Any:
         joined = original(serving, request)  # refuses what is not a string
@@ -105,10 +114,10 @@ FRONT_TABLE: tuple[Hook, ...] = (
         "SGLang keeps the parts of a cache namespace apart.",
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        HookType.BEFORE,
-        "before_validation",
-        ("self", "obj", "input_ids"),
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        HookType.AROUND,
+        "around_tokenized",
+        ("self", "obj", "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids"),
         "Refuses token ids and numbers of top log-probabilities that the model does not have: they end the scheduler.",
         "SGLang checks both in every request.",
     ),
