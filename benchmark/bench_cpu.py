@@ -17,7 +17,6 @@ import platform
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,10 +29,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from granikv_sglang.core import GraniKVError
-from granikv_sglang.demo.servers import Server, free_ports, wait_ready
+from granikv_sglang.core import GraniKVError, commit
 from granikv_sglang.demo.teams import TEAMS
 from granikv_sglang.embedded import ensure_model
+from granikv_sglang.server.process import Server, free_ports, serving
 
 RESULTS = Path(__file__).parent / "results"
 COMMON = ("--dtype", "float32", "--max-total-tokens", "49152", "--decode-log-interval", "8")
@@ -129,10 +128,9 @@ def run_case(case: Case, ours: Server, stock: Server, text: list[int], args: arg
 
 
 def provenance() -> dict[str, Any]:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
     return {
-        "commit": git.stdout.strip(),
+        "commit": commit(),
         "cpu": cpu,
         "threads": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -181,15 +179,12 @@ def main() -> int:
             Server("stock", ports[1], ("--model-path", str(model), *COMMON, "--granikv-off"), Path(folder)),
         ]
         try:
-            wait_ready(servers, lambda _: None)
-            wanted = [case for case in cases if args.case in (None, case.name)]
-            rows = [run_case(case, *servers, text, args) for case in wanted]
+            with serving(*servers):
+                wanted = [case for case in cases if args.case in (None, case.name)]
+                rows = [run_case(case, *servers, text, args) for case in wanted]
         except GraniKVError as error:
             print(f"granikv: {error}", file=sys.stderr)
             return 1
-        finally:
-            for server in servers:
-                server.stop()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as out:
         for row in rows:

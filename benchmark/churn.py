@@ -12,7 +12,6 @@ import json
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "test"))
 
+from granikv_sglang.core import commit  # noqa: E402
 from support.inprocess import Driver  # noqa: E402  (the tests' driver, found by the line above)
 from support.tiny import tiny_model  # noqa: E402
 
@@ -96,9 +96,7 @@ def main() -> None:
     counters = driver.counters.as_dict()
     result = {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": commit(),
         "machine": platform.processor() or platform.machine(),
         "requests": requests,
         "cpu_ms_a_request_before": [round(x, 3) for x in before],

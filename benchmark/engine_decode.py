@@ -12,9 +12,7 @@ import argparse
 import json
 import random
 import re
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ import sglang as sgl
 import torch
 
 from granikv_sglang.config import NAME, REGIMES, GraniKVConfig
+from granikv_sglang.core import commit
 
 RESULTS = Path(__file__).parent / "results"
 FEW = 8
@@ -193,13 +192,9 @@ def _one_of_each(point: Point, private: int) -> list[tuple[list[int], int]]:
 
 
 def provenance(args: argparse.Namespace) -> dict[str, Any]:
-    commit = args.commit
-    if not commit and shutil.which("git"):
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = git.stdout.strip()
     cuda = torch.cuda.is_available()
     return {
-        "commit": commit or "unknown",
+        "commit": args.commit or commit(),
         "gpu": torch.cuda.get_device_name(0) if cuda else "cpu",
         "model": args.model,
         "stock_backend": args.stock,

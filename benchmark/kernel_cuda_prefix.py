@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from granikv_kernels.grouped_prefix_cuda import (  # noqa: E402
     Tails,
     Variant,
 )
+from granikv_sglang.core import commit  # noqa: E402
 
 K = 1024
 # name -> (length, members) per item
@@ -161,17 +160,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     heads = tuple(args.heads)
-    commit = (
-        os.environ.get("GRANIKV_COMMIT")
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
     tflops, tbs = ceilings()
     about = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "commit": commit or "unknown",
+        "commit": commit(),
         "heads": list(heads),
         "measured_tflops": round(tflops),
         "measured_tb_s": round(tbs, 2),

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import shutil
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ import triton
 
 from granikv_kernels.grouped_decode import GroupedDecode, KernelConfig, grouped_decode_reference
 from granikv_kernels.record import DecodeCase
+from granikv_sglang.core import commit
 
 
 @dataclass
@@ -145,12 +143,8 @@ def time_graph(
 
 def environment() -> dict[str, Any]:
     """What a result has to be read with."""
-    # A copy of the tree without its history may be told.
-    commit = os.environ.get("GRANIKV_COMMIT", "")
-    if not commit and shutil.which("git"):
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
-        "commit": commit or "unknown",
+        "commit": commit(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -23,10 +23,10 @@ from bench_cpu import RESULTS, provenance
 from docs_tables import prompt_order_table
 
 from granikv_sglang.core import GraniKVError
-from granikv_sglang.demo.servers import Server, free_ports, wait_ready
 from granikv_sglang.demo.teams import TEAMS
 from granikv_sglang.demo.text_library import DOCUMENT, SYSTEM
 from granikv_sglang.embedded import ensure_model
+from granikv_sglang.server.process import Server, free_ports, serving
 
 PAGES = "\n## ".join(DOCUMENT.split("\n## ")[:5])
 AGENTS = TEAMS[1].asks
@@ -108,16 +108,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="granikv-bench-") as folder:
         server = Server("GraniKV", free_ports(1)[0], flags, Path(folder))
         try:
-            wait_ready([server], lambda _: None)
-            for repetition in range(args.repetitions):
-                for name in list(ORDERS)[:: 1 if repetition % 2 == 0 else -1]:
-                    found[name].append(measure(server, ORDERS[name], args.tokens))
-                    print(f"  {name}, repetition {repetition + 1}: {found[name][-1]['seconds']:.1f} s", file=sys.stderr)
+            with serving(server):
+                for repetition in range(args.repetitions):
+                    for name in list(ORDERS)[:: 1 if repetition % 2 == 0 else -1]:
+                        found[name].append(measure(server, ORDERS[name], args.tokens))
+                        seconds = found[name][-1]["seconds"]
+                        print(f"  {name}, repetition {repetition + 1}: {seconds:.1f} s", file=sys.stderr)
         except GraniKVError as error:
             print(f"granikv: {error}", file=sys.stderr)
             return 1
-        finally:
-            server.stop()
     rows = [summary(name, measured, args.repetitions) for name, measured in found.items()]
     if len({row["output_tokens"] for row in rows}) != 1:
         print("granikv: the orders made different numbers of tokens: nothing can be compared", file=sys.stderr)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from granikv_sglang.demo.servers import Server, free_ports, wait_ready
 from granikv_sglang.embedded import ensure_model
+from granikv_sglang.server.process import Server, free_ports, serving
 
 POOL_TOKENS = 2048
 STRESS = {
@@ -64,12 +64,8 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     for name, value in saved.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
     stock = Server("stock", ports[1], [*common, "--max-total-tokens", "32768", "--granikv-off"], folder)
-    try:
-        wait_ready([granikv, stock], lambda _: None)
+    with serving(granikv, stock):
         yield granikv, stock
-    finally:
-        granikv.stop()
-        stock.stop()
 
 
 @pytest.fixture(scope="session")
@@ -79,11 +75,8 @@ def everyday(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     (port,) = free_ports(1)
     flags = ["--model-path", str(model), "--max-total-tokens", "16384", "--enable-metrics", "--enable-cache-report"]
     server = Server("everyday", port, flags, tmp_path_factory.mktemp("everyday"))
-    try:
-        wait_ready([server], lambda _: None)
+    with serving(server):
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")

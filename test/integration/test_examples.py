@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from granikv_sglang.demo.servers import free_ports
+from granikv_sglang.server.process import free_ports
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "common.py")

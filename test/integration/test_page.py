@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import Browser, expect
 from transformers import AutoTokenizer
 
-from granikv_sglang.demo.servers import Server, free_ports, wait_ready
 from granikv_sglang.demo.teams import TEAMS
+from granikv_sglang.server.process import Server, free_ports, wait_ready
 from support.browser import chromium, open_page
 
 KEY = "sesame"
@@ -130,7 +130,7 @@ def test_with_a_key_and_text_over_a_restart(browser, model, prompt, tmp_path: Pa
 
     def start(name: str) -> Server:
         server = Server(name, port, args, tmp_path, key=KEY)
-        wait_ready([server], lambda _: None)
+        wait_ready([server])
         return server
 
     server = start("first")

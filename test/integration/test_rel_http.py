@@ -16,7 +16,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 
-from granikv_sglang.demo.servers import Server
+from granikv_sglang.server.process import Server
 
 OURS = r"^/granikv|^/server_info$|^/get_server_info$|^/flush_cache$"
 """What this project adds, what shows its state, and the endpoint that empties HOT."""

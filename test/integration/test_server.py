@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from granikv_sglang.config import GROUPS, GraniKVConfig
-from granikv_sglang.demo.servers import free_ports
 from granikv_sglang.plugin.front import FRONT_TABLE
 from granikv_sglang.plugin.hooks import TABLE
+from granikv_sglang.server.process import free_ports
 
 
 def command(*argv: str, **kwargs) -> subprocess.CompletedProcess[str]:

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from granikv_sglang.demo.servers import HOST, Server
 from granikv_sglang.demo.teams import TEAMS
+from granikv_sglang.server.process import HOST, Server
 from support.load import Reply, Request, compare, generate, run
 
 SECONDS = float(os.environ.get("SOAK_S", "120"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from granikv_sglang.demo.servers import Server, free_ports, wait_ready
+from granikv_sglang.server.process import Server, free_ports, serving
 from support.load import Request, compare, run
 from support.tiny import VOCABULARY, tiny_model
 
@@ -23,12 +23,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
     ours = ["--tp", "2", "--max-total-tokens", "1536", "--granikv-min-tokens", "48", "--granikv-audit"]
     granikv = Server("granikv-tp2", ports[0], [*common, *ours], folder)
     stock = Server("stock", ports[1], [*common, "--max-total-tokens", "16384", "--granikv-off"], folder)
-    try:
-        wait_ready([granikv, stock], lambda _: None)
+    with serving(granikv, stock):
         yield granikv, stock
-    finally:
-        granikv.stop()
-        stock.stop()
 
 
 def requests() -> list[Request]:

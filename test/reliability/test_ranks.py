@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from granikv_sglang.demo.servers import free_ports
+from granikv_sglang.server.process import free_ports
 from support.rank import SCENARIOS, STEPS
 
 TESTS = Path(__file__).resolve().parents[1]

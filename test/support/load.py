@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from granikv_sglang.demo.servers import Server
+from granikv_sglang.server.process import Server
 
 TIE = 1e-3
 """Log-probabilities closer than this are a tie: float32 sums in another order differ by up to about 1e-5 here."""

@@ -11,12 +11,13 @@ import pytest
 
 from granikv_sglang.core import GraniKVError
 from granikv_sglang.demo import __main__ as cli
-from granikv_sglang.demo import report, servers
+from granikv_sglang.demo import report
 from granikv_sglang.demo.client import Answer
 from granikv_sglang.demo.compare import TIE_BOUND, Difference, first_difference, judge
 from granikv_sglang.demo.measure import Speed, decode_speeds, joint_tokens, steady, total
 from granikv_sglang.demo.teams import END_OF_TURN, MOST_PER_TEAM, TEAMS, answer_text, roster
 from granikv_sglang.embedded import MODEL_FOLDER, cache_root, is_complete
+from granikv_sglang.server import process
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
@@ -230,21 +231,21 @@ def test_a_bad_option_is_one_line_that_names_the_range(bad: list[str], capsys: p
     assert "a whole number from" in capsys.readouterr().err.splitlines()[-1]
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> servers.Server:
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> process.Server:
     """A Server whose process runs ``code`` instead of SGLang."""
     real = subprocess.Popen
 
     def popen(_argv: list[str], **kwargs: object) -> subprocess.Popen[bytes]:
         return real([sys.executable, "-c", code], **kwargs)  # type: ignore[call-overload, no-any-return]
 
-    monkeypatch.setattr(servers.subprocess, "Popen", popen)
-    return servers.Server("GraniKV", servers.free_ports(1)[0], (), folder)
+    monkeypatch.setattr(process.subprocess, "Popen", popen)
+    return process.Server("GraniKV", process.free_ports(1)[0], (), folder)
 
 
 def test_a_server_that_ends_while_starting_names_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = stand_in(monkeypatch, tmp_path, "print('no such flag'); raise SystemExit(3)")
     with pytest.raises(GraniKVError) as failed:
-        servers.wait_ready([server], lambda _: None, limit=30)
+        process.wait_ready([server], lambda _: None, limit=30)
     assert "exit code 3" in str(failed.value)
     assert str(tmp_path / "granikv.log") in str(failed.value)
     assert "no such flag" in str(failed.value)
@@ -254,10 +255,10 @@ def test_a_server_that_ends_while_starting_names_its_log(monkeypatch: pytest.Mon
 def test_a_server_that_never_serves_is_given_up_and_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
     server = stand_in(monkeypatch, tmp_path, code)
-    monkeypatch.setattr(servers, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(process, "STOP_SECONDS", 0.5)
     try:
         with pytest.raises(GraniKVError, match="did not start within"):
-            servers.wait_ready([server], lambda _: None, limit=0.5)
+            process.wait_ready([server], lambda _: None, limit=0.5)
     finally:
         server.stop()
         server.stop()
@@ -266,4 +267,4 @@ def test_a_server_that_never_serves_is_given_up_and_stopped(monkeypatch: pytest.
 
 
 def test_free_ports_are_all_different() -> None:
-    assert len(set(servers.free_ports(20))) == 20
+    assert len(set(process.free_ports(20))) == 20

@@ -16,10 +16,10 @@ from playwright.sync_api import Browser, expect
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from granikv_sglang.config import GraniKVConfig
-from granikv_sglang.demo.servers import free_ports
 from granikv_sglang.plugin.history import History
 from granikv_sglang.plugin.page import SignIn, StateSource, build_router
 from granikv_sglang.plugin.state import state_of
+from granikv_sglang.server.process import free_ports
 from support.browser import chromium, open_page
 from support.world import World
 

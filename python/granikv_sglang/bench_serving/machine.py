@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from granikv_sglang.core import commit
+
 PACKAGES = ("granikv-sglang", "sglang", "torch", "triton", "flashinfer-python", "transformers")
 _QUERY = "clocks.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu"
 _NAMES = ("sm_mhz", "memory_mhz", "celsius", "watts", "busy_percent")
@@ -38,25 +40,12 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
             versions[name] = version(name)
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": _commit(),
+        "commit": commit(),
         "device": _device(),
         "python": platform.python_version(),
         "versions": versions,
         "replay": shlex.join(["python", "-m", "granikv_sglang.bench_serving", *argv]),
     }
-
-
-def _commit() -> str:
-    """The commit of this source tree, with + where files differ from it; GRANIKV_COMMIT where there is no git."""
-    folder = Path(__file__).parent
-
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    if shutil.which("git") is None or not git("rev-parse", "--short", "HEAD"):
-        return os.environ.get("GRANIKV_COMMIT", "unknown")
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
 
 
 def _device() -> str:

@@ -15,7 +15,7 @@ from sglang.benchmark.serving import get_auth_headers
 
 from granikv_sglang.config import NAME
 from granikv_sglang.core import GraniKVError
-from granikv_sglang.demo.servers import Server, free_ports, wait_ready
+from granikv_sglang.server.process import Server, free_ports, wait_ready
 
 # A server under test is not reached through a proxy of the environment.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from granikv_sglang.calibrate.cells import Cell, Layout, calibration_grid, cpu_grid
-from granikv_sglang.core import GraniKVError, cache_root
+from granikv_sglang.core import GraniKVError, cache_root, commit
 from granikv_sglang.plan import Kind
 from granikv_sglang.plan.table import Device, user_path
 
@@ -100,7 +100,7 @@ def _fit_only(options: argparse.Namespace) -> int:
 
 def about_of(device: Device) -> dict[str, object]:
     """What stands on every raw line, so that it can be fitted elsewhere."""
-    from granikv_sglang.calibrate.run import commit, driver  # noqa: PLC0415
+    from granikv_sglang.calibrate.run import driver  # noqa: PLC0415
 
     machine = device.machine
     return {

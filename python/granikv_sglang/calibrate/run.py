@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import subprocess
 import time
@@ -17,7 +16,7 @@ from tqdm import tqdm
 from granikv_sglang import __version__
 from granikv_sglang.calibrate.cells import Cell, split
 from granikv_sglang.calibrate.meter import Lines, Meter, as_json, points_of, regimes_of
-from granikv_sglang.core import GraniKVError, Regime
+from granikv_sglang.core import GraniKVError, Regime, commit
 from granikv_sglang.plan import Constants, Kind
 from granikv_sglang.plan.fit import Point, Regret, Residuals, errors, fit, regret
 from granikv_sglang.plan.table import Device, save
@@ -122,17 +121,6 @@ def summary(result: Result) -> list[str]:
     lines.append(f"  choices: median {j.median:.1%}, 95% below {j.p95:.1%} off the best, worst {j.worst:.1%}")
     lines.append(f"  slower than UNIFORM by at most {j.slower:.1%}; margin {result.constants.margin:.0%}")
     return lines
-
-
-def commit() -> str:
-    """The commit of this tree, as far as it can be known; a copy without history may be told in GRANIKV_COMMIT."""
-    told = os.environ.get("GRANIKV_COMMIT", "")
-    if told or not shutil.which("git"):
-        return told or "unknown"
-    asked = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return asked.stdout.strip() or "unknown"
 
 
 def driver() -> str:

@@ -1,5 +1,6 @@
 """Plain values every other package may use: names of regimes and reasons, spans of slots, errors, counters."""
 
+from granikv_sglang.core.commit import commit
 from granikv_sglang.core.counters import Counters
 from granikv_sglang.core.describe import descriptions
 from granikv_sglang.core.errors import AuditError, GraniKVError
@@ -18,5 +19,6 @@ __all__ = [
     "Regime",
     "Span",
     "cache_root",
+    "commit",
     "descriptions",
 ]

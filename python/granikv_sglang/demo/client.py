@@ -11,8 +11,8 @@ from typing import Any
 import openai
 
 from granikv_sglang.core import GraniKVError
-from granikv_sglang.demo.servers import Server
 from granikv_sglang.demo.teams import Agent
+from granikv_sglang.server.process import Server
 
 MODEL = "SmolLM2-135M-Instruct"
 STAGGER_SECONDS = 0.3

@@ -21,9 +21,9 @@ from granikv_sglang.demo.client import MODEL, Answer, Round, ask_all, top_two, w
 from granikv_sglang.demo.compare import Verdict, first_difference, judge
 from granikv_sglang.demo.measure import decode_speeds, steady, total
 from granikv_sglang.demo.progress import Progress
-from granikv_sglang.demo.servers import MILESTONES, Server, free_ports, wait_ready
 from granikv_sglang.demo.teams import TEAMS, Agent, roster
 from granikv_sglang.embedded import EmbeddedModelError, ensure_model
+from granikv_sglang.server.process import MILESTONES, Server, free_ports, stop_all, wait_ready
 
 # Same for both sides. float32 is named because SGLang makes float16 of a float32 checkpoint otherwise: slower on a CPU,
 # and far noisier. The pool holds both teams twice over. An idle server sleeps: the other side has the cores to itself.
@@ -75,7 +75,7 @@ def run(options: Options) -> int:
             outcome = asyncio.run(_both_rounds(servers[0], servers[1], options, progress))
             progress.phase("stopping the servers")
             progress.finish()
-            _stop(servers)
+            stop_all(servers)
         return _print_results(outcome, options, time.perf_counter() - begin)
     except DemoFailed:
         raise
@@ -87,7 +87,7 @@ def run(options: Options) -> int:
         keep_logs = True
         raise
     finally:
-        _stop(servers)
+        stop_all(servers)
         if not keep_logs:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -208,13 +208,6 @@ def _print_results(outcome: Outcome, options: Options, seconds: float) -> int:
     if not shared_steps:
         raise DemoFailed("no decode step read a shared prefix once: GraniKV did nothing")
     return 0
-
-
-def _stop(servers: list[Server]) -> None:
-    for server in servers:
-        server.ask_to_stop()
-    for server in servers:
-        server.stop()
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""A server of the demo: a subprocess on a free port, its log in a file, stopped whatever happens."""
+"""A server as a subprocess on a free port: its log in a file, stopped whatever happens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ MILESTONES = (
     "Application startup complete",
 )
 
-# The demo talks to this machine only: a proxy from the environment must not see it.
+# These servers run on this machine: a proxy from the environment must not see it.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -62,7 +62,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-                # A group of its own: Ctrl-C reaches the demo alone, which then stops the server in order.
+                # A group of its own: Ctrl-C reaches the caller alone, which then stops the server in order.
                 start_new_session=True,
             )
 
@@ -140,7 +140,27 @@ class Server:
         return json.loads(body) if parse else None
 
 
-def wait_ready(servers: Sequence[Server], on_wait: Callable[[int], None], limit: float = START_SECONDS) -> None:
+@contextlib.contextmanager
+def serving(*servers: Server) -> Iterator[None]:
+    """In the ``with`` block all of ``servers`` serve; behind it they are stopped, also where one did not start."""
+    try:
+        wait_ready(servers)
+        yield
+    finally:
+        stop_all(servers)
+
+
+def stop_all(servers: Sequence[Server]) -> None:
+    """End all servers, side by side."""
+    for server in servers:
+        server.ask_to_stop()
+    for server in servers:
+        server.stop()
+
+
+def wait_ready(
+    servers: Sequence[Server], on_wait: Callable[[int], None] = lambda _: None, limit: float = START_SECONDS
+) -> None:
     """Return when all serve; call ``on_wait`` with new milestones about twice a second. Raises GraniKVError."""
     deadline = time.monotonic() + limit
     waiting = list(servers)
