@@ -59,7 +59,7 @@ def test_two_ranks_take_identical_decisions_over_a_long_schedule(ranks, scenario
     assert seen["steps"]["uniform"]
 
 
-@pytest.mark.parametrize("scenario", ["eviction", "regime", "promotion"])
+@pytest.mark.parametrize("scenario", ["eviction", "regime", "promotion", "answer"])
 def test_a_rank_that_decides_otherwise_stops_both_with_a_clear_message(ranks, scenario):
     for rank, said in enumerate(ranks[scenario]):
         assert len(said["steps"]) < STEPS

@@ -23,7 +23,7 @@ from support.world import World
 
 STEPS = 500
 FAULT_AT = 200
-SCENARIOS = ("none", "ties", "copy", "eviction", "regime", "promotion", "death")
+SCENARIOS = ("none", "ties", "copy", "eviction", "regime", "promotion", "answer", "death")
 """``death`` ends the process of rank 1, so it comes last."""
 
 
@@ -44,6 +44,7 @@ class Rank:
         tree = self.world.tree
         # 16 passes, not 32, so that a fault shows within the schedule whatever it is.
         self.ranks = RankCheck(group_like(dist.group.WORLD, wait_seconds), lambda: rank_state(tree), every=16)
+        tree.on_answer = lambda tokens: self.ranks.note("answer", *tokens)
         promoter = self.world.promoter
         promoter._ranks = self.ranks
         self.planner = self._planner(0.05)
@@ -94,6 +95,8 @@ class Rank:
             self.planner = self._planner(1.0)
         elif self.fault == "promotion":
             self.world.promoter._promote_best = lambda *_: None
+        elif self.fault == "answer":
+            self.world.tree.on_answer = lambda tokens: self.ranks.note("answer", 7, *tokens)
         elif self.fault == "copy":
             self.world.promoter._copy = _fails
         elif self.fault == "death":

@@ -1,7 +1,8 @@
 """Tensor-parallel ranks decide alike without asking each other. This notices when they do not.
 
-Every rank keeps a rolling hash of its decisions. Every :data:`EVERY` passes, and at each promotion, the ranks exchange
-it over a gloo group of their own; who sees a difference stops with a message. There is no collective in between.
+Every rank keeps a rolling hash of its decisions and of each answer's tokens. Every :data:`EVERY` passes, and at each
+promotion, the ranks exchange it over a gloo group of their own; who sees a difference stops with a message. There is no
+collective in between.
 A promotion is put to the vote because its copy can fail on one rank alone (memory): then no rank promotes.
 """
 

@@ -55,6 +55,8 @@ class GraniRadixCache(LeanRadixCache):
         self._hot_paths_epoch = -1
         self.counters = counters
         self.allocator: ElasticAllocator = params.token_to_kv_pool_allocator
+        self.on_answer: Callable[[Sequence[int]], None] | None = None
+        """Told the output tokens of every request that ends, in the order in which they end."""
         super().__init__(params)
         # Upstream breaks ties by the order of a set of objects, which is another one in every process.
         self.eviction_strategy: Any = _WithoutTies(get_eviction_strategy(self.eviction_policy))
@@ -65,6 +67,11 @@ class GraniRadixCache(LeanRadixCache):
         super().reset()
         self.hot.clear()
         self.epoch += 1
+
+    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        if self.on_answer is not None:
+            self.on_answer(req.output_ids)
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
