@@ -98,6 +98,7 @@ def start(name: str, args: argparse.Namespace, first: bool, **extra: Any) -> Sid
         max_running_requests=args.max_requests,
         log_level="warning",
         random_seed=1,
+        tp_size=args.tp,
         **(
             _gpu_options(args.max_requests, first)
             if torch.cuda.is_available()
@@ -197,6 +198,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "commit": args.commit or commit(),
         "gpu": torch.cuda.get_device_name(0) if cuda else "cpu",
         "model": args.model,
+        "tp": args.tp,
         "stock_backend": args.stock,
         "regime": args.regime,
         "repetitions": args.repetitions,
@@ -222,6 +224,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--private", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, each on a device of its own")
     parser.add_argument("--pool", type=int, default=160000)
     parser.add_argument("--max-requests", type=int, default=160, help="more than any point, or one request waits")
     parser.add_argument("--commit", default="", help="commit to record; default: what git says here")
