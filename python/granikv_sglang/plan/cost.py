@@ -12,7 +12,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from granikv_sglang.core import Bound, Regime
-from granikv_sglang.plan.features import Features, Shape
+from granikv_sglang.plan.features import Features, Shape, Tiles
 
 
 class Kind(StrEnum):
@@ -190,25 +190,22 @@ def _idle(blocks: int, total: int, longest: int, rows: int, places: int) -> floa
     return max(0.0, min(float(waves * longest), even + longest / 2) / even - 1)
 
 
-class Tiles(NamedTuple):
-    """Shared stretches cut into tiles of ``height`` query rows by :data:`BLOCK` slots.
-
-    ``area`` is query rows times slots of all tiles, padding included; ``covered`` is tokens of each stretch times the
-    tiles of query rows that read it.
-    """
-
-    height: int
-    area: int
-    covered: int
-
-
 def tiles_of(f: Features, kind: Kind, height: int) -> Tiles:
     """The tiles of one KV head. A CPU's engine pads nothing and stacks the query rows of a stretch."""
     if kind is _CPU:
         return Tiles(1, f.reads * f.shape.gqa, f.unique)
+    found = f.tiles.get(height)
+    if found is None:
+        found = f.tiles[height] = _count_tiles(f, height)
+    return found
+
+
+def _count_tiles(f: Features, height: int) -> Tiles:
     # Shifts, since numpy divides whole numbers four times as slowly.
-    passes = (f.members * f.shape.gqa + (height - 1)) >> (height.bit_length() - 1)
     blocks = (f.tokens + (BLOCK - 1)) >> 6
+    if f.most * f.shape.gqa <= height:
+        return Tiles(height, int(blocks.sum()) * height * BLOCK, f.unique)
+    passes = (f.members * f.shape.gqa + (height - 1)) >> (height.bit_length() - 1)
     return Tiles(height, int(blocks.dot(passes)) * height * BLOCK, int(f.tokens.dot(passes)))
 
 
@@ -224,11 +221,10 @@ def _narrow(f: Features, wide: Tiles) -> Tiles:
     return Tiles(wide.height, wide.area - blocks * 64 * BLOCK, wide.covered)
 
 
-def shared_work(f: Features, machine: Machine, regime: Regime, wide: Tiles | None = None) -> SharedWork:
-    """Work of the engine behind a shared regime; ``wide`` is its tiles of 128 query rows where they are known."""
+def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
+    """Work of the engine behind a shared regime."""
     shape = f.shape
-    height = 128 if regime is _GEMM else _cascade_tile(f.rows * shape.gqa)
-    tiles = wide if wide is not None and height == 128 else tiles_of(f, machine.kind, height)
+    tiles = tiles_of(f, machine.kind, 128 if regime is _GEMM else _cascade_tile(f.rows * shape.gqa))
     width = BLOCK
     if machine.kind is _CPU:
         width = 1
@@ -283,10 +279,9 @@ def _soft_max(a: float, b: float) -> float:
 def predict(f: Features, c: Constants, regimes: tuple[Regime, ...]) -> list[Cost]:
     """Predicted cost of one layer under UNIFORM, and then under each of ``regimes``."""
     costs = [uniform_cost(uniform_work(f, c.machine), c.uniform, c.machine)]
-    wide = tiles_of(f, c.machine.kind, 128) if len(regimes) > 1 else None
     for regime in regimes:
         own = c.gemm if regime is _GEMM else c.cascade
-        costs.append(shared_cost(shared_work(f, c.machine, regime, wide), own, c.machine))
+        costs.append(shared_cost(shared_work(f, c.machine, regime), own, c.machine))
     return costs
 
 

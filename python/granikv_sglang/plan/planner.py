@@ -59,7 +59,7 @@ class Planner:
         self._version = 0
         self._items: tuple[Item, ...] = ()
         self._coverage: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._longest = 0
+        self._features: Features | None = None
         self._holding: tuple[Regime, ...] = ()
         self._standing: Standing | None = None
         self._age = 0
@@ -97,7 +97,7 @@ class Planner:
         assert self._plan is not None
         regime = self._plan.decision.regime
         regimes = () if regime is Regime.UNIFORM else (regime,)
-        return predict(self._features(tokens), self._classifier.constants, regimes)[-1].us
+        return predict(self._grown(tokens), self._classifier.constants, regimes)[-1].us
 
     def prefill(self, paths: Sequence[Path], extend_lens: Sequence[int]) -> Plan:
         """The plan of a prefill: HOT stretches of the cached prefixes, one member being enough.
@@ -128,7 +128,7 @@ class Planner:
         members = max(2, len(paths)) if self._whole_batch else 2
         self._items = build_items(paths, self._classifier.bounds.min_item_tokens, members)
         self._coverage = coverage_of(self._items, len(paths))
-        self._longest = int(self._coverage.max()) if len(paths) else 0
+        self._features = None
         self._holding = tuple(r for r in self._classifier.regimes() if self._holds(r, len(paths)))
         decision = self._classify(tokens() if self._items else len(paths))
         return self._plan_of(self._settle(decision, self._items, decision.regime.value))
@@ -137,12 +137,17 @@ class Planner:
         capacity = self._capacities.get(regime)
         return capacity is None or capacity.holds(rows, self._items)
 
-    def _features(self, tokens: int) -> Features:
-        return Features.of(self._items, self._longest, self._coverage.shape[0], self._shape, tokens)
+    def _grown(self, tokens: int) -> Features:
+        """Features of the batch with ``tokens`` tokens in its contexts; most of them change with membership alone."""
+        if self._features is None:
+            longest = int(self._coverage.max()) if self._coverage.size else 0
+            self._features = Features.of(self._items, longest, self._coverage.shape[0], self._shape, tokens)
+        else:
+            self._features = self._features.grown(tokens)
+        return self._features
 
     def _classify(self, tokens: int) -> Decision:
-        features = self._features(tokens)
-        decision = self._classifier.classify(features, self._standing, self._holding)
+        decision = self._classifier.classify(self._grown(tokens), self._standing, self._holding)
         if self._weighed(decision) and (self._standing is None or decision.regime is not self._standing.regime):
             self._counters.regime_switches += self._standing is not None
             self._standing = Standing(decision.regime, 0)
