@@ -59,4 +59,5 @@ def test_two_ranks_answer_as_one_stock_rank(pair):
     # Ranks compare a hash of their decisions every 32 passes; one that differed would have ended the server.
     passes = sum(count for reasons in counters["steps"].values() for count in reasons.values())
     assert passes > 64
+    assert counters["rank_comparisons"] >= passes // 32 + counters["promotions"]
     assert granikv.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}})

@@ -43,7 +43,8 @@ class Rank:
         self.world = World(slots=2300, min_tokens=32, min_sharers=2)
         tree = self.world.tree
         # 16 passes, not 32, so that a fault shows within the schedule whatever it is.
-        self.ranks = RankCheck(group_like(dist.group.WORLD, wait_seconds), lambda: rank_state(tree), every=16)
+        group = group_like(dist.group.WORLD, wait_seconds)
+        self.ranks = RankCheck(group, lambda: rank_state(tree), self.world.counters, every=16)
         tree.on_answer = lambda tokens: self.ranks.note("answer", *tokens)
         promoter = self.world.promoter
         promoter._ranks = self.ranks

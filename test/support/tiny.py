@@ -14,15 +14,18 @@ VOCABULARY = 512
 CONTEXT = 4096
 
 
-def tiny_model(folder: Path, seed: int = 0) -> Path:
-    """Write the model's checkpoint (about 1 MB, float32, no tokenizer) into ``folder`` and return it."""
+def tiny_model(folder: Path, seed: int = 0, heads: tuple[int, int] = (4, 2)) -> Path:
+    """Write the model's checkpoint (about 1 MB, float32, no tokenizer) into ``folder`` and return it.
+
+    ``heads``: of queries, and of keys and values; tensor parallelism over n ranks needs multiples of n.
+    """
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
         head_dim=16,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,

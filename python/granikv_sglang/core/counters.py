@@ -18,7 +18,8 @@ class Counters:
     tokens that prefills read as dense HOT stretches; ``engine_faults`` counts passes that an engine failed in and the
     stock backend finished. ``bounds`` counts decode passes by regime and predicted bound. ``sampled`` is decode passes
     of which a layer was timed, by regime; ``predicted_ns`` and ``measured_ns`` are those layers' nanoseconds in all, as
-    predicted and as measured.
+    predicted and as measured. ``rank_comparisons`` counts exchanges between tensor-parallel ranks that found no
+    difference.
     """
 
     promotions: int = 0
@@ -37,6 +38,7 @@ class Counters:
     plans_reused: int = 0
     reclassified: int = 0
     regime_switches: int = 0
+    rank_comparisons: int = 0
     steps: Counter[tuple[Regime, Reason]] = field(default_factory=Counter)
     declines: Counter[Decline] = field(default_factory=Counter)
     bounds: Counter[tuple[Regime, Bound]] = field(default_factory=Counter)

@@ -86,6 +86,11 @@ METRICS: tuple[Metric, ...] = (
         "Decode plans whose regime was weighed again, membership unchanged.",
         counter="reclassified",
     ),
+    Metric(
+        "granikv_rank_comparisons_total",
+        "Comparisons of all decisions and answers between tensor-parallel ranks; a difference ends the server.",
+        counter="rank_comparisons",
+    ),
     Metric("granikv_regime_switches_total", "Changes of regime between shared passes.", counter="regime_switches"),
     Metric("granikv_audits_total", "Proofs of slot conservation (--granikv-audit).", counter="audits"),
     _SLOTS,

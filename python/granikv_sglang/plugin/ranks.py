@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from granikv_sglang.core import GraniKVError
+from granikv_sglang.core import Counters, GraniKVError
 from granikv_sglang.tree.radix import GraniRadixCache
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,16 @@ class RankCheck:
     Args:
         group: a gloo group of all ranks that must decide alike, used for nothing else.
         state: more that must be equal on all ranks, as whole numbers; read at each comparison.
+        counters: told of each comparison.
         every: passes between two comparisons, the same on every rank.
     """
 
-    def __init__(self, group: Any, state: Callable[[], tuple[int, ...]], every: int = EVERY) -> None:
+    def __init__(
+        self, group: Any, state: Callable[[], tuple[int, ...]], counters: Counters, every: int = EVERY
+    ) -> None:
         self._group = group
         self._state = state
+        self._counters = counters
         self._every = every
         self._hash = hashlib.blake2b(digest_size=8)
         self._passes = 0
@@ -88,6 +92,7 @@ class RankCheck:
                 f"rank {other[0]} is at {at[theirs[0]]} after {theirs[1]} passes with hash {_hex(theirs[2])}, "
                 f"this rank at {at[kind]} after {self._passes} passes with hash {_hex(signed)}"
             )
+        self._counters.rank_comparisons += 1
         return bool(rows[:, 3].all())
 
     def _stop(self, difference: str) -> GraniKVError:

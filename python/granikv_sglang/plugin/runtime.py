@@ -78,7 +78,8 @@ class Runtime:
         heads = text.num_attention_heads // context.tp_size
         self.tree = tree
         if context.tp_size > 1:
-            self._ranks = ranks = RankCheck(group_like(context.tp_group.cpu_group), lambda: rank_state(tree))
+            group = group_like(context.tp_group.cpu_group)
+            self._ranks = ranks = RankCheck(group, lambda: rank_state(tree), self.counters)
             tree.on_answer = lambda tokens: ranks.note("answer", *tokens)
         self._promoter = Promoter(tree, self.config, self.counters, self._ranks)
         calibration = self._calibrated(pool.k_buffer[0].is_cuda)
