@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import triton
 
-from granikv_kernels.grouped_decode import GroupedDecode, KernelConfig, grouped_decode_reference
+from granikv_kernels.grouped_decode import GroupedDecode, KernelConfig, grouped_decode_reference, small_config
 from granikv_kernels.record import DecodeCase
 from granikv_sglang.core import commit
 
@@ -77,9 +77,17 @@ def make_batch(case: DecodeCase, layers: int, device: str = "cuda", seed: int = 
     return Batch(case, items, coverage, k, v, q, out, req_to_token, req_index, lens)
 
 
+def shipped_config(case: DecodeCase) -> KernelConfig | None:
+    """What the engine takes: the small variant where no item has more query rows than its tile."""
+    small = small_config(getattr(torch, case.dtype), case.head_dim)
+    most = max((len(rows) for _, rows in case.items), default=0) * case.q_heads // case.kv_heads
+    return small if small is not None and most <= small.wide.block_m else None
+
+
 def make_op(batch: Batch, config: KernelConfig | None = None, num_sms: int | None = None) -> GroupedDecode:
-    """The op for a batch, planned, every buffer that a kernel writes poisoned with NaN."""
+    """The op for a batch, planned, every buffer that a kernel writes poisoned with NaN. Default: as shipped."""
     case = batch.case
+    config = config or shipped_config(case)
     pairs = max(1, sum(len(rows) for _, rows in case.items))
     op = GroupedDecode(
         case.rows, max(1, len(case.items)), pairs, case.q_heads, case.kv_heads, case.head_dim,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from granikv_kernels.grouped_decode import default_config
+from granikv_kernels.grouped_decode import default_config, small_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
 
@@ -23,3 +23,14 @@ def test_shipped_tuning_point_compiles() -> None:
     wide, tail = (int(report[name].split()[1]) for name in ("wide", "tail"))
     # Room for a program of the tail pass beside one of the wide grid: 64 Ki registers an SM.
     assert 256 * wide + 128 * tail <= 65536, report
+
+
+def test_small_variant_compiles() -> None:
+    preflight = pytest.importorskip("kernel_preflight")
+    if not preflight.CUOBJDUMP.exists():
+        pytest.skip("this triton carries no cuobjdump")
+    small = small_config(torch.bfloat16, 128)
+    assert small is not None
+    report = preflight.check(small)
+    assert "HGMMA" in report["wide"], report
+    assert all(" stack 0 " in report[name] for name in ("wide", "tail")), report

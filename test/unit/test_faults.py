@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from granikv_sglang.backends import SharedDecode
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.core import Breaker, Counters, Reason, Regime, Span
@@ -19,7 +20,7 @@ PLAN_SPAN = Span(256, 500)
 LAYER = SimpleNamespace(tp_q_head_num=1, qk_head_dim=4, layer_id=0, scaling=1.0)
 
 
-class Engine:
+class Engine(SharedDecode):
     """Shared decode that answers 2 everywhere, or raises at one point."""
 
     graph_safe, capacity = True, None

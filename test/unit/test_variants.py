@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from granikv_sglang.backends import Geometry, TorchSharedDecode
+from granikv_sglang.backends import Geometry, SharedDecode, TorchSharedDecode
 from granikv_sglang.backends.attention import GraniKVAttnBackend
 from granikv_sglang.backends.cascade_plan import CascadeCapacity
 from granikv_sglang.config import REGIMES, GraniKVConfig
@@ -37,11 +37,14 @@ FLOAT32 = Geometry(9, 3, 64, torch.float32, torch.device("cpu"))
 ITEM = Item(256, 500, (0, 1), 1)
 
 
-class Engine:
-    """Records what it is asked."""
+class Engine(SharedDecode):
+    """Records what it is asked. With two variants it takes the second for plans of one item."""
 
-    def __init__(self, graph_safe=True, capacity=None):
-        self.graph_safe, self.capacity, self.calls = graph_safe, capacity, []
+    def __init__(self, graph_safe=True, capacity=None, variants=("",)):
+        self.graph_safe, self.capacity, self.variants, self.calls = graph_safe, capacity, variants, []
+
+    def variant_of(self, plan):
+        return self.variants[-1] if len(plan.items) == 1 else ""
 
     def prepare(self, plan, batch):
         self.calls.append(("prepare", plan.decision.regime, batch.seq_lens.shape[0]))
@@ -210,6 +213,7 @@ def test_a_graph_for_each_size_and_regime_and_what_they_cost(caplog):
     assert all(plan.shared and not plan.items and plan.version < 0 for plan in plans)
     assert len({plan.version for plan in plans}) == 4
     assert held[1::2] == [None] * 4
+    assert all(plan.variant == "" for plan in plans)
     cost = variants.cost()
     assert (cost["captured"], cost["mib"]) == ({"cascade": 2, "batched_gemm": 2}, 12.0)
     with caplog.at_level(logging.INFO):
@@ -251,16 +255,20 @@ def test_the_runtime_captures_after_sglang_and_replays_the_label_of_the_plan():
     def original(_runner, size, _forward, _stream=None, label=None):
         captured.append((size, label, runtime._plan.decision.regime if runtime._plan else None))
 
-    runtime._variants = GraphVariants({Regime.CASCADE: Engine(), Regime.BATCHED_GEMM: Engine()}, Memory())
+    runtime._engines = {Regime.CASCADE: Engine(), Regime.BATCHED_GEMM: Engine(variants=("", "small"))}
+    runtime._variants = GraphVariants(runtime._engines, Memory())
     runtime.around_capture(original, runner, 16, "forward", None, None)
     assert captured == [
         (16, None, None),
         (16, "granikv-cascade", Regime.CASCADE),
         (16, "granikv-batched_gemm", Regime.BATCHED_GEMM),
+        (16, "granikv-batched_gemm-small", Regime.BATCHED_GEMM),
     ]
-    for regime, label in [(Regime.CASCADE, "granikv-cascade"), (Regime.BATCHED_GEMM, "granikv-batched_gemm")]:
+    for regime, label in [(Regime.CASCADE, "granikv-cascade"), (Regime.BATCHED_GEMM, "granikv-batched_gemm-small")]:
         runtime._plan = plan_of(regime)
-        assert runtime.around_variant(lambda *_: None, runner, None) == label == label_of(regime)
+        assert runtime.around_variant(lambda *_: None, runner, None) == label
+    runtime._plan = dataclasses.replace(plan_of(Regime.BATCHED_GEMM), items=(ITEM, ITEM))
+    assert runtime.around_variant(lambda *_: None, runner, None) == label_of(Regime.BATCHED_GEMM)
     runtime._plan = plan_of(Regime.UNIFORM)
     assert runtime.around_variant(lambda *_: None, runner, None) is None
     # A graph of SGLang's own has no shared twin.

@@ -38,6 +38,8 @@ class GroupedDecode:
         device: where everything lives; on a CPU the kernels run in Triton's interpreter (tests).
         num_sms: multiprocessors to plan for; default: all of the device's.
         config: tuning point; default: the shipped one.
+        partials_of: another op, whose memory for partials serves this one too where it is large enough. The two must
+            never run at the same time.
 
     Rows that no item covers, an empty plan included, are the tail pass's alone. A padded row needs a valid
     ``req_pool_indices`` entry and any sequence length; its output is then harmless, or 0 where the length is 0.
@@ -55,6 +57,7 @@ class GroupedDecode:
         device: torch.device | str,
         num_sms: int | None = None,
         config: KernelConfig | None = None,
+        partials_of: GroupedDecode | None = None,
     ) -> None:
         if q_heads % kv_heads:
             raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
@@ -87,12 +90,20 @@ class GroupedDecode:
         self._tail_ptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=self.device)
         self._splits = torch.zeros((splits, TAIL_FIELDS), dtype=torch.int32, device=self.device)
         parts = limits.parts + splits
-        self._part_out = torch.empty((parts, q_heads, head_dim), dtype=torch.float32, device=self.device)
-        self._part_lse = torch.empty((parts, q_heads), dtype=torch.float32, device=self.device)
+        self._parts = parts
+        self._part_out, self._part_lse = self._partials(partials_of)
         self.lse = torch.empty((max_rows, q_heads), dtype=torch.float32, device=self.device)
         self._compute = compute_dtype(dtype, self.device)
         self._precision = "ieee" if dtype == torch.float32 else None
         self.plan([], np.zeros(0, np.int32))
+
+    def _partials(self, of: GroupedDecode | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[parts, q_heads, head_dim]`` and ``[parts, q_heads]``, float32."""
+        heads = (self.q_heads, self.head_dim)
+        if of is not None and of._part_out.shape[0] >= self._parts and of._part_out.shape[1:] == heads:
+            return of._part_out, of._part_lse
+        out = torch.empty((self._parts, *heads), dtype=torch.float32, device=self.device)
+        return out, torch.empty((self._parts, self.q_heads), dtype=torch.float32, device=self.device)
 
     @property
     def workspace_bytes(self) -> int:
@@ -180,10 +191,10 @@ class GroupedDecode:
         # programs of the grid ahead have.
         self._run_class(0, self.config.wide, q, k_cache, v_cache, sm_scale, {})
         if self.config.tails_last:
-            self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
+            self._run_narrow(q, k_cache, v_cache, sm_scale)
         self.run_tail(q, k_cache, v_cache, req_to_token, sm_scale)
         if not self.config.tails_last:
-            self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
+            self._run_narrow(q, k_cache, v_cache, sm_scale)
         self.run_merge(out)
         return out
 
@@ -227,7 +238,11 @@ class GroupedDecode:
     def run_prefix(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> None:
         """The prefix pass alone: partials of every (item, member)."""
         self._run_class(0, self.config.wide, q, k_cache, v_cache, sm_scale, {})
-        self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
+        self._run_narrow(q, k_cache, v_cache, sm_scale)
+
+    def _run_narrow(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> None:
+        if self.config.narrow_rows:
+            self._run_class(1, self.config.narrow, q, k_cache, v_cache, sm_scale, self._pdl_launch)
 
     def _run_class(
         self,

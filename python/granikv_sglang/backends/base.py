@@ -44,15 +44,23 @@ class SharedDecode(Protocol):
 
     FlashInfer's plan/run split: :meth:`prepare` works on the host, :meth:`begin` and :meth:`run` only launch. An engine
     with ``graph_safe`` may have ``begin`` and ``run`` recorded in a CUDA graph and replayed after another ``prepare``.
+
+    An engine may launch otherwise for plans of another kind; each way is a variant and needs a graph of its own.
     """
 
     graph_safe: bool
+    variants: tuple[str, ...] = ("",)
+    """Every value of :meth:`variant_of`, as short names; the plain one is empty."""
     capacity: Capacity | None
     """The largest plan it takes; None where there is no bound."""
 
     def prepare(self, plan: Plan, batch: DecodeBatch) -> None:
         """Set up a pass: ``plan`` is shared, its rows are the first rows of ``batch`` (the rest is padding)."""
         ...
+
+    def variant_of(self, plan: Plan) -> str:
+        """The variant that a pass with this shared plan takes; ``plan.variant`` where that is given."""
+        return ""
 
     def begin(self) -> None:
         """Work on the device once a pass, before the first layer."""

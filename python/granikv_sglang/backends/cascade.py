@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
 from granikv_kernels.cascade.launch import extent_slots, gather_rows, merge_listed, tail_slots
 from granikv_kernels.grouped_decode.arena import Arena
-from granikv_sglang.backends.base import DecodeBatch, Geometry
+from granikv_sglang.backends.base import DecodeBatch, Geometry, SharedDecode
 from granikv_sglang.backends.cascade_plan import (
     CascadeCapacity,
     Ints,
@@ -241,7 +241,7 @@ class CascadePass:
         return out
 
 
-class CascadeSharedDecode:
+class CascadeSharedDecode(SharedDecode):
     """See :class:`granikv_sglang.backends.base.SharedDecode`. A plan without items is taken for a graph's capture.
 
     Passes are kept per batch size: a graph is bound to its own. A batch size without a graph gets the pass of the next

@@ -7,11 +7,11 @@ import torch
 from granikv_kernels.cpu_attention import CpuTails, dense_attention_cpu
 from granikv_kernels.grouped_prefix import grouped_prefix_attention_reference
 from granikv_kernels.merge_state import merge_states_reference
-from granikv_sglang.backends.base import DecodeBatch
+from granikv_sglang.backends.base import DecodeBatch, SharedDecode
 from granikv_sglang.plan import Capacity, Plan
 
 
-class TorchSharedDecode:
+class TorchSharedDecode(SharedDecode):
     """Reads each item as a dense view of the cache, each tail by its slots, and merges the states by log-sum-exp."""
 
     graph_safe = False

@@ -65,12 +65,14 @@ class Plan:
         items: forest of shared stretches; a row's items together cover a leading span of its tokens.
         coverage: int32 ``[rows]``, tokens of each row covered by its items; the rest is its COLD tail.
         version: grows with every newly built plan; equal versions mean equal plans, so uploads may be reused.
+        variant: the variant of its engine to use, while graphs are captured; None leaves the choice to the engine.
     """
 
     decision: Decision
     items: tuple[Item, ...]
     coverage: npt.NDArray[np.int32]
     version: int
+    variant: str | None = None
 
     @property
     def rows(self) -> int:

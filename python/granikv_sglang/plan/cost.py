@@ -156,8 +156,10 @@ Work = UniformWork | SharedWork
 _GEMM, _CPU = Regime.BATCHED_GEMM, Kind.CPU  # looking up an enum's member costs as much as a few products
 BLOCK = 64
 """Slots of a tile of both CUDA engines."""
+SMALL_ROWS = 64
+"""Up to so many query rows in every item the Triton engine takes its small variant, whose tile is that high."""
 NARROW_ROWS, NARROW_LEAST = 32, 8 * 32768
-"""When the Triton engine takes its narrow grid: query rows of an item, tokens times KV heads of such items together."""
+"""When its other variant takes the narrow grid: query rows of an item, tokens times KV heads of such items together."""
 
 
 def uniform_work(f: Features, machine: Machine) -> UniformWork:
@@ -211,10 +213,7 @@ def _count_tiles(f: Features, height: int) -> Tiles:
 
 def _narrow(f: Features, wide: Tiles) -> Tiles:
     """``wide`` with the items that the Triton engine gives to its narrow grid at half the height."""
-    gqa = f.shape.gqa
-    if f.most * gqa <= NARROW_ROWS:
-        return Tiles(64, wide.area // 2, wide.covered) if f.unique * f.shape.kv_heads >= NARROW_LEAST else wide
-    which = f.members * gqa <= NARROW_ROWS
+    which = f.members * f.shape.gqa <= NARROW_ROWS
     if int(f.tokens.dot(which)) * f.shape.kv_heads < NARROW_LEAST:
         return wide
     blocks = int(((f.tokens + (BLOCK - 1)) >> 6).dot(which))
@@ -224,11 +223,13 @@ def _narrow(f: Features, wide: Tiles) -> Tiles:
 def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
     """Work of the engine behind a shared regime."""
     shape = f.shape
-    tiles = tiles_of(f, machine.kind, 128 if regime is _GEMM else _cascade_tile(f.rows * shape.gqa))
+    small = f.most * shape.gqa <= SMALL_ROWS
+    height = (SMALL_ROWS if small else 128) if regime is _GEMM else _cascade_tile(f.rows * shape.gqa)
+    tiles = tiles_of(f, machine.kind, height)
     width = BLOCK
     if machine.kind is _CPU:
         width = 1
-    elif regime is _GEMM and f.least * shape.gqa <= NARROW_ROWS:
+    elif regime is _GEMM and not small and f.least * shape.gqa <= NARROW_ROWS:
         tiles = _narrow(f, tiles)
     per_row = 4 * shape.head_dim
     token_bytes, kv_heads = shape.token_bytes, shape.kv_heads

@@ -231,7 +231,8 @@ class Runtime:
             # A graph of SGLang's own (LoRA) has no shared twin: this pass stays with the stock backend.
             self._plan = None
             return label
-        return label_of(self._plan.decision.regime)
+        regime = self._plan.decision.regime
+        return label_of(regime, self._engines[regime].variant_of(self._plan))
 
     @staticmethod
     def _is_ours(runner: Any) -> bool:

@@ -19,9 +19,9 @@ from granikv_sglang.plan import Decision, Plan
 logger = logging.getLogger(__name__)
 
 
-def label_of(regime: Regime) -> str:
+def label_of(regime: Regime, variant: str = "") -> str:
     """SGLang's ``variant_label`` of the graphs of a shared regime; stock graphs keep SGLang's own."""
-    return f"{NAME}-{regime.value}"
+    return f"{NAME}-{regime.value}" + (f"-{variant}" if variant else "")
 
 
 def device_free_bytes() -> int:
@@ -45,7 +45,7 @@ class GraphVariants:
         free_bytes: Callable[[], int] = device_free_bytes,
         give_up: Callable[[Regime, Exception], None] | None = None,
     ) -> None:
-        self._regimes = tuple(regime for regime, engine in engines.items() if engine.graph_safe)
+        self._variants = {regime: engine.variants for regime, engine in engines.items() if engine.graph_safe}
         self._free_bytes = free_bytes
         self._give_up = give_up
         self._version = 0
@@ -61,24 +61,38 @@ class GraphVariants:
             hold: makes a plan the one of the forward in flight; called with None at the end, also after an error.
             capture_one: records the graph of the plan held, under a label.
         """
-        for regime in self._regimes:
-            self._version -= 1  # never equal to a planner's version, so the engine plans afresh
-            plan = Plan(Decision(regime, Reason.FORCED), (), np.zeros(size, dtype=np.int32), self._version)
-            free, begin = self._free_bytes(), time.perf_counter()
-            hold(plan)
-            try:
-                capture_one(label_of(regime))
-            except Exception as error:
-                if self._give_up is None:
-                    raise
-                self._regimes = tuple(other for other in self._regimes if other is not regime)
-                self._give_up(regime, error)
-                continue
-            finally:
-                hold(None)
-            self._captured[regime] += 1
-            self._seconds += time.perf_counter() - begin
-            self._bytes += max(0, free - self._free_bytes())
+        for regime, variants in list(self._variants.items()):
+            for variant in variants:
+                if not self._capture_one(regime, variant, size, hold, capture_one):
+                    del self._variants[regime]
+                    break
+
+    def _capture_one(
+        self,
+        regime: Regime,
+        variant: str,
+        size: int,
+        hold: Callable[[Plan | None], None],
+        capture_one: Callable[[str], Any],
+    ) -> bool:
+        """False where it failed and its regime was given up."""
+        self._version -= 1  # never equal to a planner's version, so the engine plans afresh
+        plan = Plan(Decision(regime, Reason.FORCED), (), np.zeros(size, dtype=np.int32), self._version, variant)
+        free, begin = self._free_bytes(), time.perf_counter()
+        hold(plan)
+        try:
+            capture_one(label_of(regime, variant))
+        except Exception as error:
+            if self._give_up is None:
+                raise
+            self._give_up(regime, error)
+            return False
+        finally:
+            hold(None)
+        self._captured[regime] += 1
+        self._seconds += time.perf_counter() - begin
+        self._bytes += max(0, free - self._free_bytes())
+        return True
 
     def cost(self) -> dict[str, Any]:
         """``captured`` graphs by regime, and the ``seconds`` and ``mib`` of device memory they added to the start."""
