@@ -7,6 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from granikv_sglang.calibrate.__main__ import main as calibrate
+from granikv_sglang.plan import analytic
+from granikv_sglang.plan.table import load, save
+from granikv_sglang.plugin.engines import device_of
 from granikv_sglang.server.process import Server, free_ports, serving
 from support.load import Request, compare, run
 from support.tiny import VOCABULARY, tiny_model
@@ -61,3 +65,15 @@ def test_two_ranks_answer_as_one_stock_rank(pair):
     assert passes > 64
     assert counters["rank_comparisons"] >= passes // 32 + counters["promotions"]
     assert granikv.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}})
+
+
+def test_the_all_reduce_between_two_ranks_is_measured(tmp_path):
+    """Two processes over gloo, joined as SGLang's workers are; the constants go into a calibration."""
+    device, path = device_of(False), tmp_path / "calibration.json"
+    save(path, device, analytic(device.machine), {})
+    assert calibrate(["--tp", "2", "--device", "cpu", "--out", str(path)]) == 0
+    constants, about = load(path, device)
+    assert about["link"]["tp"] == 2
+    assert constants.link != analytic(device.machine).link
+    assert 1 < constants.link.us < 1e5
+    assert all(us > 0 for _, us in about["link"]["bytes_us"])

@@ -28,7 +28,7 @@ MISSING = "no Chromium: `apt-get install chromium`, or name one in GRANIKV_CHROM
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser, or a skip that says how to get one; under GRANIKV_NEEDS_BROWSER, set by .ci/run, a failure instead."""
+    """A browser, or a skip that says how to get one; where GRANIKV_NEEDS_BROWSER is set, a failure instead."""
     path = os.environ.get("GRANIKV_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         try:

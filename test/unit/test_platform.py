@@ -2,7 +2,7 @@
 
 import pytest
 
-from granikv_sglang.plugin.platform import _prepare_tensor_parallel
+from granikv_sglang.plugin.platform import prepare_tensor_parallel
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from granikv_sglang.plugin.platform import _prepare_tensor_parallel
 )
 def test_every_rank_gets_cores(ranks, cores, wanted):
     env: dict[str, str] = {}
-    _prepare_tensor_parallel(env, ranks, cores)
+    prepare_tensor_parallel(env, ranks, cores)
     bound = env["SGLANG_CPU_OMP_THREADS_BIND"]
     assert len(bound.split("|")) == ranks
     assert all(part and {int(core) for core in part.split(",")} <= set(cores) for part in bound.split("|"))
@@ -23,5 +23,5 @@ def test_every_rank_gets_cores(ranks, cores, wanted):
 def test_what_the_user_set_stays():
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0-3|4-7", "SGLANG_NCCL_SO_PATH": "/opt/nccl.so"}
     before = dict(env)
-    _prepare_tensor_parallel(env, 2, [0, 1])
+    prepare_tensor_parallel(env, 2, [0, 1])
     assert env == before

@@ -27,7 +27,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--fit-only", action="store_true", help="measure nothing: fit what --raw holds, on any machine")
     made.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help=f"for measuring (default {SECONDS})")
     made.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: a GPU where there is one")
+    made.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="measure the all-reduce between N ranks instead, and put it into the calibration that is there",
+    )
     made.add_argument("--warm", metavar="HEADS", help=argparse.SUPPRESS)
+    made.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    made.add_argument("--port", type=int, help=argparse.SUPPRESS)
     return made
 
 
@@ -58,6 +66,8 @@ def _run(options: argparse.Namespace) -> int:
 
     began = time.monotonic()
     cuda = options.device == "auto" and torch.cuda.is_available()
+    if options.tp is not None:
+        return _link(options, cuda)
     device = device_of(cuda)
     print(f"calibrating on {device.name}; leave the machine alone for at most three minutes", flush=True)
     meter: Meter
@@ -80,6 +90,17 @@ def _run(options: argparse.Namespace) -> int:
     write(path, device, result, provenance(device, result, time.monotonic() - began, driver()))
     print("\n".join(summary(result)))
     print(f"written to {path}; servers started from now on use it")
+    return 0
+
+
+def _link(options: argparse.Namespace, cuda: bool) -> int:
+    from granikv_sglang.calibrate.link import calibrate_link, run_rank  # noqa: PLC0415
+    from granikv_sglang.plugin.engines import device_of  # noqa: PLC0415
+
+    if options.rank is not None:
+        run_rank(options.rank, options.tp, options.port, cuda)
+    else:
+        print("\n".join(calibrate_link(options.tp, device_of(cuda), options.out)))
     return 0
 
 

@@ -73,10 +73,10 @@ class GraniCpuPlatform(CpuSRTPlatform):
         server_args.cuda_graph_config.decode.backend = Backend.DISABLED
         server_args.cuda_graph_config.prefill.backend = Backend.DISABLED
         if server_args.tp_size > 1:
-            _prepare_tensor_parallel(os.environ, server_args.tp_size, sorted(os.sched_getaffinity(0)))
+            prepare_tensor_parallel(os.environ, server_args.tp_size, sorted(os.sched_getaffinity(0)))
 
 
-def _prepare_tensor_parallel(env: MutableMapping[str, str], ranks: int, cores: Sequence[int]) -> None:
+def prepare_tensor_parallel(env: MutableMapping[str, str], ranks: int, cores: Sequence[int]) -> None:
     """Let CPU ranks start wherever SGLang would not: processes that it spawns inherit ``env``.
 
     Upstream wants a NUMA node for each rank unless told which cores a rank has, and sets up NCCL wherever torch brings
