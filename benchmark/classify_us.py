@@ -32,17 +32,16 @@ class Batch:
     items: tuple[Item, ...]
     tokens: int
     classifier: Classifier
-    standing: Standing
 
     def new(self) -> Decision:
         """What a change of membership costs."""
         rows, longest = len(self.items) * MEMBERS, self.items[-1].tokens
         self.features = Features.of(self.items, longest, rows, SHAPE, self.tokens)
-        return self.classifier.classify(self.features, self.standing)
+        return self.classifier.classify(self.features, STANDING)
 
     def same(self) -> Decision:
         """What weighing the regimes again costs, when only private tails have grown."""
-        return self.classifier.classify(self.features.grown(self.tokens + 7), self.standing)
+        return self.classifier.classify(self.features.grown(self.tokens + 7), STANDING)
 
 
 def least_us(call: Callable[[], Any]) -> float:
@@ -59,7 +58,7 @@ def main() -> None:
         tokens = int(np.sum([item.tokens * MEMBERS for item in items])) + 200 * groups * MEMBERS
         times: dict[str, list[float]] = {"new": [], "same": []}
         for chosen in regimes.values():
-            batch = Batch(items, tokens, Classifier(dataclasses.replace(base, regimes=chosen)), STANDING)
+            batch = Batch(items, tokens, Classifier(dataclasses.replace(base, regimes=chosen)))
             times["new"].append(least_us(batch.new))
             times["same"].append(least_us(batch.same))
         for membership, found in times.items():

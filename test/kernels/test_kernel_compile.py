@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,10 +14,15 @@ from granikv_kernels.grouped_decode import default_config, small_config
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
 
 
-def test_shipped_tuning_point_compiles() -> None:
-    preflight = pytest.importorskip("kernel_preflight")
-    if not preflight.CUOBJDUMP.exists():
+@pytest.fixture
+def preflight() -> ModuleType:
+    found = pytest.importorskip("kernel_preflight")
+    if not found.CUOBJDUMP.exists():
         pytest.skip("this triton carries no cuobjdump")
+    return found
+
+
+def test_shipped_tuning_point_compiles(preflight: ModuleType) -> None:
     report = preflight.check(default_config(torch.bfloat16, 128))
     assert all("HGMMA" in report[name] for name in ("wide", "narrow")), report
     assert all(" stack 0 " in text for text in report.values()), report
@@ -25,10 +31,7 @@ def test_shipped_tuning_point_compiles() -> None:
     assert 256 * wide + 128 * tail <= 65536, report
 
 
-def test_small_variant_compiles() -> None:
-    preflight = pytest.importorskip("kernel_preflight")
-    if not preflight.CUOBJDUMP.exists():
-        pytest.skip("this triton carries no cuobjdump")
+def test_small_variant_compiles(preflight: ModuleType) -> None:
     small = small_config(torch.bfloat16, 128)
     assert small is not None
     report = preflight.check(small)

@@ -19,7 +19,7 @@ DEVICE = Device("Test GPU", Machine(Kind.CUDA, 132), {"torch": "1"})
 @pytest.mark.parametrize("truth", [Link(9.0, 1.5e5), Link(300.0, 900.0)])
 def test_the_fit_finds_planted_constants_through_noise(truth):
     rng = random.Random(3)
-    timed = [(size, module.predicted(truth, size) * rng.uniform(0.97, 1.03)) for size in SIZES]
+    timed = [(size, truth.us_of(size) * rng.uniform(0.97, 1.03)) for size in SIZES]
     found = module.fit_link(timed)
     assert found.us == pytest.approx(truth.us, rel=0.05)
     assert found.rate == pytest.approx(truth.rate, rel=0.1)
@@ -29,7 +29,7 @@ def test_the_fit_finds_planted_constants_through_noise(truth):
 def test_constants_stay_positive(us):
     found = module.fit_link([(size, us(size)) for size in SIZES])
     assert found.us > 0 and found.rate > 0
-    assert all(module.predicted(found, size) > 0 for size in SIZES)
+    assert all(found.us_of(size) > 0 for size in SIZES)
 
 
 @pytest.fixture

@@ -6,10 +6,8 @@ import argparse
 import dataclasses
 import importlib.util
 import re
-import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,6 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from granikv_sglang.config import GraniKVConfig, add_cli_args
 from granikv_sglang.core import Decline, GraniKVError, Reason
 from granikv_sglang.plugin import checks, front, hooks
+from support.benchmarks import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,17 +25,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def _docs_tables() -> ModuleType:
-    path = ROOT / "benchmark" / "docs_tables.py"
-    spec = importlib.util.spec_from_file_location("docs_tables", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["docs_tables"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-docs_tables = _docs_tables()
+docs_tables = benchmark("docs_tables")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

@@ -1,10 +1,7 @@
 """The examination's arithmetic, on times that planted constants give: judged, drawn, and put into the page."""
 
-import importlib.util
 import json
 import random
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +11,8 @@ from granikv_sglang.calibrate.meter import Lines, Timing, points_of, regimes_of
 from granikv_sglang.plan import analytic
 from granikv_sglang.plan.fit import fit, regret
 from granikv_sglang.plan.table import Device, save
+from support.benchmarks import benchmark
 from support.passes import H200, measured, planted
-
-
-def benchmark(name):
-    """A module of the benchmark folder, which is no package."""
-    path = Path(__file__).resolve().parents[2] / "benchmark" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 examination, regret_plot = benchmark("regret"), benchmark("regret_plot")
 DEVICE = Device("Test GPU", H200, {"torch": "1"})

@@ -1,17 +1,14 @@
 """The arithmetic of a trace's shares, on a run of two decode steps written by hand."""
 
 import gzip
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "benchmark" / "trace_shares.py"
-spec = importlib.util.spec_from_file_location("trace_shares", PATH)
-trace_shares = sys.modules["trace_shares"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(trace_shares)
+from support.benchmarks import benchmark
+
+trace_shares = benchmark("trace_shares")
 
 
 def event(name, ts, dur, cat="kernel", correlation=0):

@@ -90,20 +90,19 @@ class GroupedDecode:
         self._tail_ptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=self.device)
         self._splits = torch.zeros((splits, TAIL_FIELDS), dtype=torch.int32, device=self.device)
         parts = limits.parts + splits
-        self._parts = parts
-        self._part_out, self._part_lse = self._partials(partials_of)
+        self._part_out, self._part_lse = self._partials(parts, partials_of)
         self.lse = torch.empty((max_rows, q_heads), dtype=torch.float32, device=self.device)
         self._compute = compute_dtype(dtype, self.device)
         self._precision = "ieee" if dtype == torch.float32 else None
         self.plan([], np.zeros(0, np.int32))
 
-    def _partials(self, of: GroupedDecode | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _partials(self, parts: int, of: GroupedDecode | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``[parts, q_heads, head_dim]`` and ``[parts, q_heads]``, float32."""
         heads = (self.q_heads, self.head_dim)
-        if of is not None and of._part_out.shape[0] >= self._parts and of._part_out.shape[1:] == heads:
+        if of is not None and of._part_out.shape[0] >= parts and of._part_out.shape[1:] == heads:
             return of._part_out, of._part_lse
-        out = torch.empty((self._parts, *heads), dtype=torch.float32, device=self.device)
-        return out, torch.empty((self._parts, self.q_heads), dtype=torch.float32, device=self.device)
+        out = torch.empty((parts, *heads), dtype=torch.float32, device=self.device)
+        return out, torch.empty((parts, self.q_heads), dtype=torch.float32, device=self.device)
 
     @property
     def workspace_bytes(self) -> int:

@@ -44,7 +44,7 @@ def calibrate_link(tp: int, device: Device, out: Path | None) -> list[str]:
         constants, about = found.constants, found.provenance
     timed = ask_ranks(tp, device.machine.kind)
     link = fit_link(timed)
-    worst = max(abs(predicted(link, size) / us - 1) for size, us in timed)
+    worst = max(abs(link.us_of(size) / us - 1) for size, us in timed)
     points = [[size, round(us, 2)] for size, us in timed]
     date = time.strftime("%Y-%m-%d", time.gmtime())
     about = {**about, "link": {"tp": tp, "date": date, "bytes_us": points, "worst_error": round(worst, 4)}}
@@ -53,11 +53,6 @@ def calibrate_link(tp: int, device: Device, out: Path | None) -> list[str]:
         f"all-reduce between {tp} ranks: {link.us:.1f} us and {link.rate / 1e3:.1f} GB/s, at most {worst:.0%} off",
         f"written to {path}; servers started from now on use it",
     ]
-
-
-def predicted(link: Link, size: int) -> float:
-    """Microseconds of an all-reduce of ``size`` bytes."""
-    return link.us + size / link.rate
 
 
 def fit_link(timed: Sequence[Timed]) -> Link:

@@ -91,6 +91,10 @@ class Link:
     us: float
     rate: float
 
+    def us_of(self, size: int) -> float:
+        """Microseconds of an all-reduce of ``size`` bytes."""
+        return self.us + size / self.rate
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -290,7 +294,7 @@ def all_reduce_us(shape: Shape, rows: int, link: Link) -> float:
     """The all-reduce behind each attention layer: a cost of the layer that no regime changes."""
     if shape.tp == 1:
         return 0.0
-    return link.us + rows * shape.row_bytes * shape.tp / link.rate
+    return link.us_of(rows * shape.row_bytes * shape.tp)
 
 
 def work_of(f: Features, machine: Machine, regime: Regime) -> Work:
