@@ -29,6 +29,7 @@ import torch
 from transformers import AutoTokenizer
 
 from granikv_sglang.config import NAME, GraniKVConfig
+from granikv_sglang.core import commit
 from granikv_sglang.demo.teams import TEAMS
 
 RESULTS = Path(__file__).parent / "results"
@@ -119,7 +120,7 @@ def main() -> int:
     parser.add_argument("--members", type=int, default=24, help="requests in each of the three groups")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--pool", type=int, default=120000)
-    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--commit", default="", help="commit to record; default: what git says here")
     parser.add_argument("--out", type=Path, default=RESULTS / "real_weights.jsonl")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -144,7 +145,7 @@ def main() -> int:
                 f"{a + ' / ' + b:<34} {row['answers_equal']:<11} {row['agreement']:<11.4f} "
                 f"{row['logprob_difference_mean']:<16.6f} {row['logprob_difference_p99']:.6f}"
             )
-            row |= {"pair": [a, b], "gpu": gpu, "commit": args.commit, "date": time.strftime("%Y-%m-%d")}
+            row |= {"pair": [a, b], "gpu": gpu, "commit": args.commit or commit(), "date": time.strftime("%Y-%m-%d")}
             row |= {"prompts": len(prompts), "longest_prefix": longest, "output_tokens": args.tokens, "regimes": shared}
             row |= {n: version(n) for n in ("sglang", "torch", "flashinfer-python")}
             out.write(json.dumps(row) + "\n")

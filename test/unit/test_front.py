@@ -48,3 +48,9 @@ def test_placeholders_of_pictures_are_not_tokens():
 def test_impossible_numbers_of_top_log_probabilities_are_refused(top):
     with pytest.raises(ValueError, match=f"{top} top log-probabilities were asked for; 0 to 100 are possible"):
         tokenized(Request(top_logprobs_num=top), [1])
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_prompts_of_token_ids_are_sent_one_by_one_unless_the_flag_asks_for_batches(flag):
+    manager = SimpleNamespace(server_args=SimpleNamespace(enable_tokenizer_batch_encode=flag))
+    assert Front().around_batched(lambda *_: True, manager, 2, [[1], [2]]) is flag

@@ -54,6 +54,19 @@ def test_freed_slots_come_back_low_first_within_the_slack():
     assert int(pool.alloc(64).max()) <= RESORT_TOKENS + 64
 
 
+def test_a_full_pool_hands_out_freed_slots_unsorted_until_the_next_merge():
+    pool = allocator(64)
+    taken = pool.alloc(64)
+    pool.free(taken[[40, 3, 21]])
+    assert pool.alloc(2).tolist() == [41, 4]  # as they came back
+    pool.free(taken[[5]])
+    assert pool.free_slots().tolist() == [6, 22]
+    pool.free(taken[[50, 1]])
+    assert pool.alloc(5) is None
+    assert pool.peek_free().tolist() == [2, 6, 22, 51]
+    assert pool.free_slots().tolist() == [2, 6, 22, 51]  # sorted again, though nothing waits to be merged
+
+
 def test_alloc_run_carves_from_the_top_and_gives_back():
     pool = allocator()
     start = pool.alloc_run(300, 256)

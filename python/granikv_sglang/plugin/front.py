@@ -44,6 +44,16 @@ class Front:
         """Around SGLang's own check of the key goes the form that asks a browser for it."""
         app.add_middleware(SignIn)
 
+    def around_batched(
+        self, original: Callable[..., bool], manager: Any, batch_size: int, requests: Any, **kwargs: Any
+    ) -> bool:
+        """Prompts given as token ids go to the scheduler one by one, as SGLang sends text.
+
+        SGLang packs all of them before it sends any: 0.1 s for 128 prompts of 9K tokens in which the GPU has nothing to
+        do. One by one, the first prefill runs meanwhile.
+        """
+        return manager.server_args.enable_tokenizer_batch_encode and original(manager, batch_size, requests, **kwargs)
+
     def around_tokenized(
         self, original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -112,6 +122,14 @@ FRONT_TABLE: tuple[Hook, ...] = (
         ("self", "request"),
         "Marks where the cache salt ends and the extra key begins, so that no key can spell another's salt.",
         "SGLang keeps the parts of a cache namespace apart.",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._should_use_batch_tokenization",
+        HookType.AROUND,
+        "around_batched",
+        ("self", "batch_size", "requests"),
+        "Prompts given as token ids are sent one by one: the first prefill runs while later ones are packed.",
+        "SGLang sends the requests of such a batch as they are packed.",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",

@@ -31,13 +31,33 @@ class ElasticAllocator(TokenToKVPoolAllocator):
     def clear(self) -> None:
         super().clear()
         self._handed_out = 0
+        self._ascending = True
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         self._handed_out += need_size
         if self._handed_out > RESORT_TOKENS:
             self.merge_and_sort_free()
             self._handed_out = need_size
+        elif need_size > len(self.free_pages):
+            self._append_freed()
         return super().alloc(need_size)
+
+    def merge_and_sort_free(self) -> None:
+        if len(self.release_pages) or not self._ascending:
+            self._append_freed()
+            self.free_pages = self.free_pages.sort().values
+            self._ascending = True
+
+    def _append_freed(self) -> None:
+        """Freed slots behind the free ones, in the order they came.
+
+        In a full pool every step evicts just what it needs; sorting that in each time took 44 µs of a 9 ms step on an
+        H200.
+        """
+        if len(self.release_pages):
+            self.free_pages = torch.cat((self.free_pages, self.release_pages))
+            self.release_pages = self.release_pages[:0]
+            self._ascending = False
 
     def free_slots(self) -> torch.Tensor:
         """Every free slot, ascending int64. Frees waiting in an open free group are not in it."""
