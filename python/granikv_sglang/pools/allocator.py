@@ -27,6 +27,7 @@ class ElasticAllocator(TokenToKVPoolAllocator):
         super().__init__(size, dtype, device, kvcache, need_sort=True)
 
     free_pages: torch.Tensor
+    release_pages: torch.Tensor
 
     def clear(self) -> None:
         super().clear()
