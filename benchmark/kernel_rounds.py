@@ -5,6 +5,8 @@ Rounds 1 to 3 tuned earlier forms of the kernels; docs/log.md says what they tri
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from granikv_kernels.grouped_decode import KernelConfig, PrefixTile, TailTile
 from granikv_kernels.record import DecodeCase
 
@@ -15,12 +17,19 @@ HETERO = DecodeCase(
     "hetero 8 x 16", 32, 8, 128,
     tuple((2048 * (i + 1), tuple(range(MEMBERS * i, MEMBERS * (i + 1)))) for i in range(8)), (192,) * (8 * MEMBERS),
 )  # fmt: skip
-EXTRA = (HETERO,)
+ONE_HEAD = DecodeCase("8/1 8K x 4", 8, 1, 128, ((8192, tuple(range(4))),), (256,) * 4)
+ONE_HEAD_16 = DecodeCase("8/1 16K x 16", 8, 1, 128, ((16384, tuple(range(16))),), (256,) * 16)
+SMOL = DecodeCase("9/3 2K x 8", 9, 3, 64, ((2048, tuple(range(8))),), (256,) * 8)
+EXTRA = (HETERO, ONE_HEAD, ONE_HEAD_16, SMOL)
 """Cases beside those of the record."""
 
 MIXED = [HETERO.name, "4 groups x 16", "8 groups x 8", "16K x 16", "16K x 64", "16K x 128"]
 # Shared memory of an SM takes two programs of 3 x 64 or 6 x 32 slots, and one of 4 x 64 or 2 x 128.
 N4, N128, N128W, N32 = N(64, 64, 4, 4, 1), N(64, 128, 2, 4, 1), N(64, 128, 2, 8, 1), N(64, 32, 6, 4, 2)
+
+S = KernelConfig(wide=W(64, 64, 4, 4, 1), narrow_rows=0)
+SMALL_CASES = [HETERO.name, "4 groups x 16", "8 groups x 8", "16K x 16"]
+FEW_HEADS = [ONE_HEAD.name, ONE_HEAD_16.name, SMOL.name]
 
 ROUNDS: dict[str, list[tuple[str, list[str], list[KernelConfig]]]] = {
     "4": [
@@ -126,5 +135,47 @@ ROUNDS: dict[str, list[tuple[str, list[str], list[KernelConfig]]]] = {
         ),
         ("tail", [HETERO.name], [KernelConfig(), KernelConfig(tail=T(64, 5, 4, 8, 2))]),
         ("merge", [HETERO.name], [KernelConfig(), KernelConfig(narrow_rows=64, equal_shares_items=32)]),
+    ],
+    # The small variant: programs an SM, stages, the tails beside it; and partial results where there are few KV heads.
+    "7": [
+        (
+            "layer",
+            SMALL_CASES,
+            [
+                S,
+                replace(S, unit_overhead=3.0),
+                replace(S, unit_overhead=10.0),
+                replace(S, merge_parts=3),
+                replace(S, merge_parts=8, merge_heads=2),
+                replace(S, tail=T(64, 5, 4, 8, 2)),
+                replace(S, tail=T(64, 5, 4, 8, 8)),
+                replace(S, tail=T(64, 4, 4, 8)),
+                replace(S, tail=T(32, 6, 4, 8)),
+                replace(S, tail=T(32, 8, 4, 8)),
+                replace(S, wide=W(64, 64, 3, 4, 1)),
+                replace(S, wide=W(64, 64, 3, 4, 1), tail=T(64, 6, 4, 8)),
+                replace(S, wide=W(64, 64, 3, 4, 1, 168), tail=T(64, 4, 4, 8)),
+                replace(S, wide=W(64, 64, 2, 4, 2, 168), tail=T(64, 4, 4, 8)),
+                replace(S, wide=W(64, 64, 2, 4, 2, 168), tail=T(32, 6, 4, 8)),
+                replace(S, wide=W(64, 32, 4, 4, 2, 168), tail=T(32, 6, 4, 8)),
+                replace(S, wide=W(64, 32, 5, 4, 2, 168), tail=T(32, 5, 4, 8)),
+                replace(S, wide=W(64, 32, 8, 4, 1)),
+                replace(S, wide=W(64, 64, 4, 8, 1)),
+                replace(S, wide=W(64, 64, 2, 4, 2, 168), tail=T(64, 4, 2, 8)),
+                replace(S, part_overhead=0.0),
+                replace(S, part_overhead=0.3),
+            ],
+        ),
+        (
+            "layer",
+            FEW_HEADS,
+            [
+                replace(c, part_overhead=p, unit_overhead=u)
+                for c in (S, KernelConfig())
+                for p, u in ((0.0, 6.0), (0.1, 6.0), (0.15, 6.0), (0.25, 6.0), (0.15, 4.0), (0.15, 9.0))
+            ],
+        ),
+        ("prefix", [HETERO.name], [S, replace(S, wide=W(64, 64, 2, 4, 2, 168)), replace(S, wide=W(64, 32, 8, 4, 1))]),
+        ("tail", [HETERO.name], [S, replace(S, tail=T(64, 4, 4, 8)), replace(S, tail=T(32, 6, 4, 8))]),
     ],
 }

@@ -41,7 +41,7 @@ PASSES = 2
 def compiled_part(config: KernelConfig) -> KernelConfig:
     """The point with everything that only the host's planning reads as shipped: equal ones compile the same kernels."""
     shipped = KernelConfig()
-    planned = ("narrow_rows", "narrow_least", "unit_overhead", "equal_shares", "tails_last")
+    planned = ("narrow_rows", "narrow_least", "unit_overhead", "part_overhead", "equal_shares_items", "tails_last")
     tail = dataclasses.replace(config.tail, units_per_sm=shipped.tail.units_per_sm)
     return dataclasses.replace(config, tail=tail, **{name: getattr(shipped, name) for name in planned})
 

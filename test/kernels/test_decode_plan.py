@@ -8,10 +8,14 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
-from granikv_kernels.grouped_decode.config import KernelConfig, PrefixTile, TailTile
+from granikv_kernels.grouped_decode.config import KernelConfig, PrefixTile, TailTile, default_config, small_config
 from granikv_kernels.grouped_decode.plan import Limits, StepPlan, plan_step
 from granikv_kernels.grouped_decode.shares import SNAP, cut
+from granikv_sglang.core import Regime
+from granikv_sglang.plan import Features, Item, Shape
+from granikv_sglang.plan.cost import SMALL_ROWS, Kind, Machine, shared_work
 
 CONFIG = KernelConfig(PrefixTile(64, 64, 3, 8, 1), PrefixTile(16, 32, 3, 4, 2), 16, 0, TailTile(64, 3, 4, 4))
 
@@ -164,3 +168,30 @@ def test_a_line_is_cut_into_equal_shares(seed: int) -> None:
         assert shares.turn[shares.share == share].tolist() == list(range(int((shares.share == share).sum())))
     # An equal part of everything, one overhead for a start within an item, and what snapping moves.
     assert shares.span <= (tiles.sum() + overhead * tiles.size) / count + overhead + 2 * SNAP + 1
+
+
+@pytest.mark.parametrize("heads", [(8, 1, 128), (9, 3, 64), (32, 8, 128), (40, 8, 128)])
+@pytest.mark.parametrize(
+    "groups",
+    [[(2, 512)], [(2, 8192)], [(16, 16384)], [(64, 4096)], [(128, 32768)], [(8, 2048)] * 4, [(16, 2048), (16, 16384)]],
+)
+def test_the_cost_model_knows_how_many_partials_a_plan_makes(
+    heads: tuple[int, int, int], groups: list[tuple[int, int]]
+) -> None:
+    """The model does not run the planner: it has a formula, which must stay near it."""
+    q_heads, kv_heads, head_dim = heads
+    gqa, items, row = q_heads // kv_heads, [], 0
+    for members, tokens in groups:
+        items.append(Item(row * 40000, tokens, tuple(range(row, row + members)), row))
+        row += members
+    small = small_config(torch.bfloat16, head_dim)
+    assert small is not None
+    config = small if max(m for m, _ in groups) * gqa <= SMALL_ROWS else default_config(torch.bfloat16, head_dim)
+    limits = Limits.of(row, len(items), row, gqa, kv_heads, 132, config)
+    step = plan_step([(i.start, i.tokens, i.rows) for i in items], gqa, kv_heads, 132, config, limits)
+    longest = max(tokens for _, tokens in groups)
+    shape = Shape(q_heads, kv_heads, head_dim)
+    f = Features.of(items, longest, row, shape, sum(m * n for m, n in groups) + row)
+    work = shared_work(f, Machine(Kind.CUDA, 132), Regime.BATCHED_GEMM)
+    planned = int(np.diff(step.part_ptr).max())
+    assert planned / 1.6 - 2 <= work.partials - 1 <= planned * 1.6 + 2  # one is the private tail's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -120,7 +121,7 @@ def _units_of_class(
     """Units of the items of one grid in launch order, and the splits of each item."""
     row_tiles = -(-query_rows // tile.block_m)
     tiles = -(-tokens // tile.block_n)
-    per_split, span = _choose_chunks(tiles, row_tiles, kv_heads, programs, config.unit_overhead)
+    per_split, cost = _choose_chunks(tiles, row_tiles, kv_heads, programs, config)
 
     def build(item: Any, kv_head: Any, row_tile: Any, split: Any, first: Any, end: Any) -> Ints:
         offset = first * tile.block_n
@@ -133,9 +134,9 @@ def _units_of_class(
         ).astype(np.int32)
 
     if tiles.size <= config.equal_shares_items and programs >= kv_heads and row_tiles.max() == 1:
-        shares = cut(tiles, programs // kv_heads, config.unit_overhead)
+        shares = cut(tiles, _share_count(tiles, programs // kv_heads, config.part_overhead), config.unit_overhead)
         place, room = _deal(shares, kv_heads, programs), kv_heads * tiles.size + 4 * programs - kv_heads
-        if shares.span < span and place.max() < room:
+        if shares.span + config.part_overhead * shares.splits.max() < cost and place.max() < room:
             # A program takes every `programs`-th unit: where its share has none left, an empty unit keeps the step.
             units = np.zeros((int(place.max()) + 1, UNIT_FIELDS), np.int32)
             head = np.repeat(np.arange(kv_heads), shares.item.size)
@@ -153,6 +154,16 @@ def _units_of_class(
     split = k // kv_heads
     units = build(item, k % kv_heads, row_tile, split, split * per_split[item], (split + 1) * per_split[item])
     return units[_snake(np.argsort(-units[:, 1], kind="stable"), programs)], splits
+
+
+def _share_count(tiles: Ints, most: int, part_overhead: float) -> int:
+    """Shares of one KV head: ``most``, or so few that the merge of the longest item does not cost more than it saves.
+
+    With n shares of T tiles, T / n + part_overhead * n * longest / T is least at n = T / sqrt(part_overhead * longest).
+    """
+    if part_overhead == 0:
+        return most
+    return max(1, min(most, round(int(tiles.sum()) / math.sqrt(part_overhead * int(tiles.max())))))
 
 
 def _deal(shares: Shares, kv_heads: int, programs: int) -> npt.NDArray[Any]:
@@ -178,18 +189,19 @@ def _check(items: int, pair_row: Ints, limits: Limits) -> None:
 
 
 def _choose_chunks(
-    tiles: Ints, row_tiles: Ints, kv_heads: int, programs: int, overhead: float
+    tiles: Ints, row_tiles: Ints, kv_heads: int, programs: int, config: KernelConfig
 ) -> tuple[npt.NDArray[Any], float]:
-    """Tiles per chunk of each item: the common chunk size whose waves of units end soonest, evened out per item.
+    """Tiles per chunk of each item: the common chunk size whose units are computed and merged soonest, evened out.
 
-    Beside it when they end, in tiles.
+    Beside it when that is, in tiles.
     """
     chunk = np.maximum(np.ceil(int(tiles.max()) / np.arange(1, 129)), 1)[:, None]
     splits = np.ceil(tiles / chunk)
     per_split = np.ceil(tiles / splits)
     splits = np.ceil(tiles / per_split)
     units = (splits * row_tiles).sum(axis=1) * kv_heads
-    span = np.ceil(units / programs) * (per_split.max(axis=1) + overhead)
+    span = np.ceil(units / programs) * (per_split.max(axis=1) + config.unit_overhead)
+    span += config.part_overhead * splits.max(axis=1)
     # Beyond four waves of extra units the buffers end. Row 0 is one split for each item, which always fits; ties go to
     # fewer splits.
     span[1:][((splits - 1) * row_tiles).sum(axis=1)[1:] * kv_heads > 4 * programs - kv_heads] = np.inf

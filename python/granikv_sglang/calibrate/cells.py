@@ -153,8 +153,11 @@ def regret_grid() -> list[Cell]:
 def calibration_grid() -> list[Cell]:
     """The points of a calibration on a GPU; every fourth is kept from the fit. None is a cell of the examination."""
     cells = []
-    for layout in (LLAMA, NARROW, SMALL):
+    for layout in GPU_LAYOUTS:
         cells += [Cell(layout, 1, m, n, 192) for m in (2, 6, 24, 48, 100) for n in (768, 3000, 6000, 24000)]
+        # Where regimes are nearest to each other: few members, short prefixes.
+        cells += [Cell(layout, 1, m, n, 224) for m in (2, 3, 5, 9, 14) for n in (600, 1200, 2500, 5000)]
+        cells += [Cell(layout, 2, m, n, 160) for m in (2, 4) for n in (700, 2200)]
         cells += [Cell(layout, 3, m, n, 320) for m in (3, 12, 40) for n in (1500, 10000)]
         cells += [Cell(layout, 12, m, n, 192) for m in (2, 5, 20) for n in (800, 5000)]
         cells += [Cell(layout, 6, 10, 12000, 192, mixed=True), Cell(layout, 1, 10, 3000, 96)]

@@ -40,7 +40,9 @@ class UniformConstants:
         hbm: bytes a microsecond of what is read once.
         again: bytes a microsecond of what another request has just read (on a GPU mostly out of L2).
         miss: 0 to 1, share of those reads that miss when very many groups are read at a time.
-        token_us: one token of one KV head on one unit, beyond its bytes: the slot's lookup, small loads.
+        token_us: arithmetic for one token of one KV head on one unit; it runs beside the loads.
+        plain_us: the same where fewer than four query heads share a KV head, and FlashInfer uses no tensor cores.
+        part_us: of each piece that one request's context is cut into.
         balance: 0 to 1, how much of the idle time at the end of uneven work is felt.
     """
 
@@ -50,6 +52,8 @@ class UniformConstants:
     again: float
     miss: float
     token_us: float
+    plain_us: float
+    part_us: float
     balance: float
 
 
@@ -65,6 +69,7 @@ class SharedConstants:
         overhead: start and end of a unit's work, in tiles.
         tail: bytes a microsecond of private tokens; ``token_us`` as above, of private tokens.
         state: bytes a microsecond of partial results written and merged.
+        part_us: of each partial result that one request's merge has to read in turn.
         overlap: 0 to 1, how much of the shorter of prefix and tail pass hides behind the longer.
     """
 
@@ -77,6 +82,7 @@ class SharedConstants:
     tail: float
     token_us: float
     state: float
+    part_us: float
     overlap: float
 
 
@@ -139,11 +145,17 @@ class UniformWork(NamedTuple):
     again_bytes: int
     streams: int
     token_heads: int
+    plain: bool
+    pieces: float
     idle: float
 
 
 class SharedWork(NamedTuple):
-    """What a shared regime does, in whole numbers."""
+    """What a shared regime does.
+
+    ``filled`` is the share of the multiprocessors that the prefix keeps busy, ``partials`` how many results a request's
+    merge reads in turn.
+    """
 
     items: int
     prefix_bytes: int
@@ -153,6 +165,8 @@ class SharedWork(NamedTuple):
     tail_bytes: int
     tail_token_heads: int
     state_bytes: int
+    filled: float
+    partials: float
 
 
 Work = UniformWork | SharedWork
@@ -162,6 +176,14 @@ BLOCK = 64
 """Slots of a tile of both CUDA engines."""
 SMALL_ROWS = 64
 """Up to so many query rows in every item the Triton engine takes its small variant, whose tile is that high."""
+PLAIN_GQA = 4
+"""With fewer query heads to a KV head SGLang has FlashInfer decode without tensor cores."""
+PIECE = 128
+"""Tokens that it leaves in a piece at least."""
+UNIT_TILES, PART_TILES = 6.0, 0.15
+"""What the Triton engine's planner takes a unit's start and one more partial result of a request for, in tiles."""
+TAIL_UNITS = 4
+"""(Piece of a tail, KV head) pairs for each multiprocessor that it aims at."""
 NARROW_ROWS, NARROW_LEAST = 32, 8 * 32768
 """When its other variant takes the narrow grid: query rows of an item, tokens times KV heads of such items together."""
 
@@ -170,13 +192,17 @@ def uniform_work(f: Features, machine: Machine) -> UniformWork:
     """Work of the stock backend."""
     shape = f.shape
     total = f.reads + f.cold
-    idle = _idle(f.rows * shape.kv_heads, total, f.longest + f.cold // max(1, f.rows), f.rows, 2 * machine.units)
+    blocks, places = f.rows * shape.kv_heads, 2 * machine.units
+    longest = f.longest + f.cold // max(1, f.rows)
+    idle = _idle(blocks, total, longest, f.rows, places)
     return UniformWork(
         rows=f.rows,
         first_bytes=(f.unique + f.cold) * shape.token_bytes,
         again_bytes=(f.reads - f.unique) * shape.token_bytes,
         streams=int(f.tokens.size),
         token_heads=total * shape.kv_heads,
+        plain=shape.gqa < PLAIN_GQA and machine.kind is not _CPU,
+        pieces=min(longest / PIECE, places / blocks) if 0 < blocks <= places and machine.kind is not _CPU else 0.0,
         idle=idle if machine.kind is not _CPU else 0.0,
     )
 
@@ -237,6 +263,9 @@ def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
         tiles = _narrow(f, tiles)
     per_row = 4 * shape.head_dim
     token_bytes, kv_heads = shape.token_bytes, shape.kv_heads
+    filled, partials = 1.0, 0.0
+    if regime is _GEMM and machine.kind is not _CPU and f.tokens.size:
+        filled, partials = _pieces(f, tiles, machine)
     return SharedWork(
         f.tokens.size,
         f.unique * token_bytes,
@@ -246,7 +275,24 @@ def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
         f.cold * token_bytes,
         f.cold * kv_heads,
         (f.pairs + f.rows) * shape.row_bytes,
+        filled,
+        partials,
     )
+
+
+def _pieces(f: Features, tiles: Tiles, machine: Machine) -> tuple[float, float]:
+    """How full the Triton engine's planner makes the multiprocessors, and the partial results of a request.
+
+    It cuts a KV head's tiles into as many pieces as there is room for, or fewer: where the merge would take longer.
+    """
+    room = machine.units / f.shape.kv_heads
+    count = tiles.area / (tiles.height * BLOCK)
+    longest = (f.longest + (BLOCK - 1)) // BLOCK
+    pieces = max(1.0, min(room, count / sqrt(PART_TILES * longest)))
+    each = min(float(longest), max(1.0, pieces * longest / count))
+    cold = f.cold // f.rows
+    most = -(-f.cold // max(1, TAIL_UNITS * machine.units // f.shape.kv_heads))
+    return min(1.0, pieces / room), each + -(-cold // (-(-most // BLOCK) * BLOCK))
 
 
 def _cascade_tile(query_rows: int) -> int:
@@ -258,19 +304,18 @@ def uniform_cost(work: UniformWork, c: UniformConstants, machine: Machine) -> Co
     """Predicted time of the stock backend."""
     missed = c.miss * (1 - 1 / work.streams) if work.streams else 0.0
     memory = work.first_bytes / c.hbm + work.again_bytes * ((1 - missed) / c.again + missed / c.hbm)
-    memory += work.token_heads * c.token_us / machine.units
-    memory *= 1 + c.balance * work.idle
-    fixed = c.launch_us + work.rows * c.row_us
-    return Cost(fixed + memory, memory, 0.0, fixed)
+    compute = work.token_heads * (c.plain_us if work.plain else c.token_us) / machine.units
+    fixed = c.launch_us + work.rows * c.row_us + work.pieces * c.part_us
+    return Cost(fixed + _hard_max(memory, compute) * (1 + c.balance * work.idle), memory, compute, fixed)
 
 
 def shared_cost(work: SharedWork, c: SharedConstants, machine: Machine) -> Cost:
     """Predicted time of a shared regime."""
     read = work.prefix_bytes / c.hbm + work.again_bytes / c.again
-    compute = (work.operations + c.overhead * work.tile_operations) / c.rate if work.items else 0.0
+    compute = (work.operations / work.filled + c.overhead * work.tile_operations) / c.rate if work.items else 0.0
     prefix = _soft_max(read, compute)
     tail = work.tail_bytes / c.tail + work.tail_token_heads * c.token_us / machine.units
-    fixed = c.launch_us + work.items * c.item_us + work.state_bytes / c.state
+    fixed = c.launch_us + work.items * c.item_us + work.state_bytes / c.state + work.partials * c.part_us
     longer, shorter = (prefix, tail) if prefix >= tail else (tail, prefix)
     return Cost(fixed + longer + (1 - c.overlap) * shorter, read + tail, compute, fixed)
 
@@ -279,6 +324,12 @@ def _soft_max(a: float, b: float) -> float:
     """The larger, and up to 19% more where both are near: loads and products never overlap perfectly."""
     a2, b2 = a * a, b * b
     return sqrt(sqrt(a2 * a2 + b2 * b2))
+
+
+def _hard_max(a: float, b: float) -> float:
+    """The larger, and up to 9% more where both are near: so well do FlashInfer's loads hide behind its products."""
+    a4, b4 = (a * a) * (a * a), (b * b) * (b * b)
+    return sqrt(sqrt(sqrt(a4 * a4 + b4 * b4)))
 
 
 def predict(f: Features, c: Constants, regimes: tuple[Regime, ...]) -> list[Cost]:
@@ -314,15 +365,16 @@ def cost_of(work: Work, constants: UniformConstants | SharedConstants, machine: 
 def analytic(machine: Machine) -> Constants:
     """Constants for a device nobody has measured: data-sheet orders of magnitude, and the thresholds' experience."""
     if machine.kind is _CPU:
-        shared = SharedConstants(40, 60, 6e3, 12e3, 6e4, 0.5, 2.5e3, 0.002, 4e3, 0.05)
-        return Constants(
-            machine, UniformConstants(20, 100, 2.5e3, 3e3, 0.05, 0.002, 0.05), shared, shared, Link(50, 1e3), 0.05,
-            (Regime.CASCADE, Regime.BATCHED_GEMM),
-        )  # fmt: skip
+        shared = SharedConstants(40, 60, 6e3, 12e3, 6e4, 0.5, 2.5e3, 0.002, 4e3, 0.1, 0.05)
+        uniform = UniformConstants(20, 100, 2.5e3, 3e3, 0.05, 0.002, 0.002, 0.1, 0.05)
+        both = (Regime.CASCADE, Regime.BATCHED_GEMM)
+        return Constants(machine, uniform, shared, shared, Link(50, 1e3), 0.05, both)
     scale = machine.units / 132
-    uniform = UniformConstants(6, 0.01, 4.3e6 * scale, 8.9e6 * scale, 0.2, 2e-4, 0.5)
-    gemm = SharedConstants(14, 0.02, 4.0e6 * scale, 9e6 * scale, 4.6e8 * scale, 6, 4e6 * scale, 2e-4, 8e6 * scale, 0.5)
+    uniform = UniformConstants(8, 0.01, 4.3e6 * scale, 2e7 * scale, 0.2, 7.5e-3, 9e-3, 0.05, 0.5)
+    gemm = SharedConstants(
+        8, 0.02, 4.0e6 * scale, 9e6 * scale, 4.6e8 * scale, 4, 4e6 * scale, 2e-4, 8e6 * scale, 0.12, 0.5
+    )
     cascade = SharedConstants(
-        22, 0.05, 3.8e6 * scale, 8e6 * scale, 3.5e8 * scale, 6, 3e6 * scale, 2e-4, 6e6 * scale, 0.05
+        22, 0.05, 3.8e6 * scale, 8e6 * scale, 3.5e8 * scale, 6, 3e6 * scale, 2e-4, 6e6 * scale, 0.1, 0.05
     )
     return Constants(machine, uniform, cascade, gemm, Link(12, 2e5), 0.1, (Regime.BATCHED_GEMM,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ PRIOR = 0.02
 """Weight of staying near the analytic constants: decides only what the measurements leave open."""
 OUTLIER = 0.25
 """Relative error from which a point counts less: one disturbed measurement must not bend the fit."""
+NEAR, FAR_WEIGHT = 0.4, 0.3
+"""Where two regimes' times are this far apart (natural logarithm) a point weighs half, and never less than the second:
+a prediction has to be right where the choice is close; elsewhere it may be 20% off and the choice is the same."""
 MARGINS = tuple(i / 100 for i in (*range(0, 12), *range(12, 42, 2)))
 SLOWER = 0.02
 """How much slower than UNIFORM a choice may be where it was measured."""
@@ -106,11 +110,21 @@ def fit(points: Sequence[Point], machine: Machine, start: Constants | None = Non
     for regime, name in ((Regime.UNIFORM, "uniform"), (Regime.CASCADE, "cascade"), (Regime.BATCHED_GEMM, "gemm")):
         measured = [(work_of(p.features, machine, regime), p.us[regime]) for p in points if regime in p.us]
         if measured:
-            found[name] = _fit_one(measured, getattr(base, name), machine)
+            weights = [nearness(p, regime) for p in points if regime in p.us]
+            found[name] = _fit_one(measured, weights, getattr(base, name), machine)
     rough = dataclasses.replace(base, machine=machine, **found)
     regimes = worth_having(points, rough)
     chosen = dataclasses.replace(rough, regimes=regimes)
     return dataclasses.replace(chosen, margin=choose_margin(points, chosen))
+
+
+def nearness(point: Point, regime: Regime) -> float:
+    """Weight of a measurement of ``regime``: 1 where the best of the others takes as long, less the further it is."""
+    others = [us for r, us in point.us.items() if r is not regime]
+    if not others:
+        return 1.0
+    apart = math.log(min(others) / point.us[regime]) / NEAR
+    return max(FAR_WEIGHT, 1 / (1 + apart * apart))
 
 
 def worth_having(points: Sequence[Point], constants: Constants) -> tuple[Regime, ...]:
@@ -174,11 +188,12 @@ def regret(points: Sequence[Point], constants: Constants) -> Regret:
     return Regret(len(losses), statistics.median(ordered), quantile(ordered, 0.95), ordered[-1], slower, chosen)
 
 
-def _fit_one(measured: Sequence[tuple[Work, float]], start: C, machine: Machine) -> C:
+def _fit_one(measured: Sequence[tuple[Work, float]], weights: Sequence[float], start: C, machine: Machine) -> C:
     names = [f.name for f in dataclasses.fields(start)]
     prior = np.array([_to_free(n, getattr(start, n)) for n in names])
     target = np.array([us for _, us in measured])
     weight = PRIOR * len(measured) ** 0.5
+    near = np.sqrt(np.array(weights))
 
     def constants_of(free: Floats) -> C:
         return type(start)(**{n: _from_free(n, x) for n, x in zip(names, free.tolist(), strict=True)})
@@ -186,7 +201,7 @@ def _fit_one(measured: Sequence[tuple[Work, float]], start: C, machine: Machine)
     def residuals(free: Floats) -> Floats:
         own = constants_of(free)
         times = np.array([cost_of(work, own, machine).us for work, _ in measured])
-        return np.concatenate((np.log(times / target), weight * (free - prior)))
+        return np.concatenate((near * np.log(times / target), weight * (free - prior)))
 
     def damped(r: Floats) -> Floats:
         """Weights of a robust loss: the prior's part is left alone."""
