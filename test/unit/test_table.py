@@ -39,7 +39,7 @@ REFUSALS = {
     "no object": (lambda p: p.write_text("[]"), "damaged"),
     "binary": (lambda p: p.write_bytes(b"\xff\xfe\x00"), "damaged"),
     "another GPU": (lambda p: edit(p, lambda v: v.update(device="NVIDIA L4")), "made on 'NVIDIA L4'"),
-    "another format": (lambda p: edit(p, lambda v: v.update(format=2)), "its format is 2"),
+    "another format": (lambda p: edit(p, lambda v: v.update(format=99)), "its format is 99"),
     "another torch": (lambda p: edit(p, lambda v: v["versions"].update(torch="2.9.0")), "made with torch 2.9.0"),
     "no version": (lambda p: edit(p, lambda v: v["versions"].pop("triton")), "made with triton None"),
     "other units": (lambda p: edit(p, lambda v: v["constants"]["machine"].update(units=114)), "114 units"),

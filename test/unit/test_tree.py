@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from granikv_sglang.core import AuditError, Decline, Span
+from granikv_sglang.tree.radix import EVICT_AHEAD_SHARE
 from support.world import World
 
 
@@ -104,6 +105,16 @@ def test_hot_nodes_are_evicted_like_any_other():
     assert world.tree.hot == {}
     assert world.allocator.available_size() == world.allocator.size
     assert world.counters.hot_evicted_tokens == 100
+
+
+def test_eviction_goes_a_little_ahead_so_that_a_full_pool_is_not_searched_at_every_step():
+    world = World(slots=10 * EVICT_AHEAD_SHARE)
+    for i in range(30):
+        world.release(serve(world, words((100 * i, 4))), insert=True)
+    assert world.evict(0) == 0
+    assert world.evict(1) == 12  # ten slots are a share of the pool; leaves of four
+    assert world.evict(25) == 28
+    world.check()
 
 
 def test_flush_forgets_every_span():

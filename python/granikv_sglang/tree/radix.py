@@ -7,11 +7,13 @@ swings a path onto an extent.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.utils import get_eviction_strategy
@@ -24,6 +26,9 @@ from granikv_sglang.tree.room import BLOCKED, FREE, least_recent_window
 
 EXTENT_ALIGN = 256
 """Every extent starts at a multiple of this many slots, so that a 256-token page view and a tensor map both fit."""
+
+EVICT_AHEAD, EVICT_AHEAD_SHARE = 2048, 128
+"""Tokens evicted at a time at least: so many, or the pool over the second where that is less."""
 
 CopySlots = Callable[[torch.Tensor, torch.Tensor], None]
 """``copy(source_slots, destination_slots)`` moves K and V of all layers on the stream that runs forwards."""
@@ -67,6 +72,17 @@ class GraniRadixCache(LeanRadixCache):
         super().reset()
         self.hot.clear()
         self.epoch += 1
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Upstream's, a little ahead.
+
+        In a full pool upstream evicts at every decode step just what the step lacks, and each time puts all leaves into
+        a heap: 2 ms of the scheduler's time at 128 requests, of a step that takes the GPU 9.
+        """
+        ahead = min(EVICT_AHEAD, self.allocator.size // EVICT_AHEAD_SHARE)
+        if 0 < params.num_tokens < ahead:
+            params = dataclasses.replace(params, num_tokens=ahead)
+        return super().evict(params)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         if self.on_answer is not None:
