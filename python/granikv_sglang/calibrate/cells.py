@@ -162,6 +162,7 @@ def calibration_grid() -> list[Cell]:
         cells += [Cell(layout, 12, m, n, 192) for m in (2, 5, 20) for n in (800, 5000)]
         cells += [Cell(layout, 6, 10, 12000, 192, mixed=True), Cell(layout, 1, 10, 3000, 96)]
         cells += [Cell(layout, 1, m, n, t) for t, m, n in ((2048, 6, 3000), (2048, 48, 768), (640, 24, 12000))]
+        cells += [Cell(layout, 1, m, n, t) for t, m, n in ((5000, 3, 6000), (3500, 5, 10000), (3000, 20, 1500))]
         cells += [Cell(layout, 40, 1, 1000, 256), Cell(layout, 3, 1, 6000, 96)]
     return _spread([c for c in cells if fits(c)], 2)
 

@@ -41,9 +41,9 @@ class UniformConstants:
         again: bytes a microsecond of what another request has just read (on a GPU mostly out of L2).
         miss: 0 to 1, share of those reads that miss when very many groups are read at a time.
         token_us: arithmetic for one token of one KV head on one unit; it runs beside the loads.
-        plain_us: the same where fewer than four query heads share a KV head, and FlashInfer uses no tensor cores.
         part_us: of each piece that one request's context is cut into.
-        balance: 0 to 1, how much of the idle time at the end of uneven work is felt.
+        busy_us: more, where the pieces of all requests take most multiprocessors.
+        balance: 0 to 1, how much of the idle time at the end of uneven arithmetic is felt.
     """
 
     launch_us: float
@@ -52,8 +52,8 @@ class UniformConstants:
     again: float
     miss: float
     token_us: float
-    plain_us: float
     part_us: float
+    busy_us: float
     balance: float
 
 
@@ -68,6 +68,7 @@ class SharedConstants:
         rate: operations a microsecond of the matrix units, padding of tiles included.
         overhead: start and end of a unit's work, in tiles.
         tail: bytes a microsecond of private tokens; ``token_us`` as above, of private tokens.
+        round_us: of each round of pieces of private tails that a multiprocessor takes.
         state: bytes a microsecond of partial results written and merged.
         part_us: of each partial result that one request's merge has to read in turn.
         overlap: 0 to 1, how much of the shorter of prefix and tail pass hides behind the longer.
@@ -81,6 +82,7 @@ class SharedConstants:
     overhead: float
     tail: float
     token_us: float
+    round_us: float
     state: float
     part_us: float
     overlap: float
@@ -108,17 +110,26 @@ class Constants:
 
     Attributes:
         machine, uniform, cascade, gemm, link: see there.
+        plain: the stock backend where fewer than four query heads share a KV head: FlashInfer then decodes without
+            tensor cores.
         margin: a shared regime must be predicted to be at least this share faster than UNIFORM to be taken.
         regimes: shared regimes worth an engine and a graph here.
     """
 
     machine: Machine
     uniform: UniformConstants
+    plain: UniformConstants
     cascade: SharedConstants
     gemm: SharedConstants
     link: Link
     margin: float
     regimes: tuple[Regime, ...]
+
+    def of(self, regime: Regime, shape: Shape) -> UniformConstants | SharedConstants:
+        """Those of a regime's engine at these heads."""
+        if regime is Regime.UNIFORM:
+            return self.plain if is_plain(shape, self.machine) else self.uniform
+        return self.gemm if regime is _GEMM else self.cascade
 
 
 class Cost(NamedTuple):
@@ -145,8 +156,8 @@ class UniformWork(NamedTuple):
     again_bytes: int
     streams: int
     token_heads: int
-    plain: bool
     pieces: float
+    busy: float
     idle: float
 
 
@@ -154,7 +165,7 @@ class SharedWork(NamedTuple):
     """What a shared regime does.
 
     ``filled`` is the share of the multiprocessors that the prefix keeps busy, ``partials`` how many results a request's
-    merge reads in turn.
+    merge reads in turn, ``rounds`` how many pieces of private tails a multiprocessor takes.
     """
 
     items: int
@@ -167,11 +178,15 @@ class SharedWork(NamedTuple):
     state_bytes: int
     filled: float
     partials: float
+    rounds: float
 
 
 Work = UniformWork | SharedWork
 
 _GEMM, _CPU = Regime.BATCHED_GEMM, Kind.CPU  # looking up an enum's member costs as much as a few products
+SOFTMAX = 1024
+"""What a score's softmax takes on a GPU, in operations of its products: a tile of head size 64 is hardly quicker than
+one of 128."""
 BLOCK = 64
 """Slots of a tile of both CUDA engines."""
 SMALL_ROWS = 64
@@ -188,6 +203,11 @@ NARROW_ROWS, NARROW_LEAST = 32, 8 * 32768
 """When its other variant takes the narrow grid: query rows of an item, tokens times KV heads of such items together."""
 
 
+def is_plain(shape: Shape, machine: Machine) -> bool:
+    """Whether the stock backend decodes without tensor cores."""
+    return shape.gqa < PLAIN_GQA and machine.kind is not _CPU
+
+
 def uniform_work(f: Features, machine: Machine) -> UniformWork:
     """Work of the stock backend."""
     shape = f.shape
@@ -195,14 +215,17 @@ def uniform_work(f: Features, machine: Machine) -> UniformWork:
     blocks, places = f.rows * shape.kv_heads, 2 * machine.units
     longest = f.longest + f.cold // max(1, f.rows)
     idle = _idle(blocks, total, longest, f.rows, places)
+    pieces = min(longest / PIECE, places / blocks) if 0 < blocks <= places and machine.kind is not _CPU else 0.0
+    # Where they are few, all else being equal, a layer takes 2 us less on an H200, and the step is as steep as this.
+    busy = (max(1.0, pieces) * blocks / machine.units - 0.55) / 0.2
     return UniformWork(
         rows=f.rows,
         first_bytes=(f.unique + f.cold) * shape.token_bytes,
         again_bytes=(f.reads - f.unique) * shape.token_bytes,
         streams=int(f.tokens.size),
         token_heads=total * shape.kv_heads,
-        plain=shape.gqa < PLAIN_GQA and machine.kind is not _CPU,
-        pieces=min(longest / PIECE, places / blocks) if 0 < blocks <= places and machine.kind is not _CPU else 0.0,
+        pieces=pieces,
+        busy=max(0.0, min(1.0, busy)) if machine.kind is not _CPU else 0.0,
         idle=idle if machine.kind is not _CPU else 0.0,
     )
 
@@ -261,11 +284,14 @@ def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
         width = 1
     elif regime is _GEMM and not small and f.least * shape.gqa <= NARROW_ROWS:
         tiles = _narrow(f, tiles)
-    per_row = 4 * shape.head_dim
+    per_row = 4 * shape.head_dim + (0 if machine.kind is _CPU else SOFTMAX)
     token_bytes, kv_heads = shape.token_bytes, shape.kv_heads
-    filled, partials = 1.0, 0.0
+    filled, partials, rounds = 1.0, 0.0, 0.0
     if regime is _GEMM and machine.kind is not _CPU and f.tokens.size:
         filled, partials = _pieces(f, tiles, machine)
+        pieces = _tail_pieces(f, machine)
+        partials += pieces
+        rounds = f.rows * pieces * kv_heads / machine.units
     return SharedWork(
         f.tokens.size,
         f.unique * token_bytes,
@@ -277,11 +303,12 @@ def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
         (f.pairs + f.rows) * shape.row_bytes,
         filled,
         partials,
+        rounds,
     )
 
 
 def _pieces(f: Features, tiles: Tiles, machine: Machine) -> tuple[float, float]:
-    """How full the Triton engine's planner makes the multiprocessors, and the partial results of a request.
+    """How full the Triton engine's planner makes the multiprocessors, and in how many pieces a request's prefix lies.
 
     It cuts a KV head's tiles into as many pieces as there is room for, or fewer: where the merge would take longer.
     """
@@ -290,9 +317,13 @@ def _pieces(f: Features, tiles: Tiles, machine: Machine) -> tuple[float, float]:
     longest = (f.longest + (BLOCK - 1)) // BLOCK
     pieces = max(1.0, min(room, count / sqrt(PART_TILES * longest)))
     each = min(float(longest), max(1.0, pieces * longest / count))
-    cold = f.cold // f.rows
+    return min(1.0, pieces / room), each
+
+
+def _tail_pieces(f: Features, machine: Machine) -> int:
+    """In how many pieces it cuts one request's private tokens, where all have about as many."""
     most = -(-f.cold // max(1, TAIL_UNITS * machine.units // f.shape.kv_heads))
-    return min(1.0, pieces / room), each + -(-cold // (-(-most // BLOCK) * BLOCK))
+    return -(-(f.cold // f.rows) // (-(-most // BLOCK) * BLOCK))
 
 
 def _cascade_tile(query_rows: int) -> int:
@@ -304,9 +335,9 @@ def uniform_cost(work: UniformWork, c: UniformConstants, machine: Machine) -> Co
     """Predicted time of the stock backend."""
     missed = c.miss * (1 - 1 / work.streams) if work.streams else 0.0
     memory = work.first_bytes / c.hbm + work.again_bytes * ((1 - missed) / c.again + missed / c.hbm)
-    compute = work.token_heads * (c.plain_us if work.plain else c.token_us) / machine.units
-    fixed = c.launch_us + work.rows * c.row_us + work.pieces * c.part_us
-    return Cost(fixed + _hard_max(memory, compute) * (1 + c.balance * work.idle), memory, compute, fixed)
+    compute = work.token_heads * c.token_us / machine.units * (1 + c.balance * work.idle)
+    fixed = c.launch_us + work.rows * c.row_us + work.pieces * c.part_us + work.busy * c.busy_us
+    return Cost(fixed + _hard_max(memory, compute), memory, compute, fixed)
 
 
 def shared_cost(work: SharedWork, c: SharedConstants, machine: Machine) -> Cost:
@@ -314,10 +345,11 @@ def shared_cost(work: SharedWork, c: SharedConstants, machine: Machine) -> Cost:
     read = work.prefix_bytes / c.hbm + work.again_bytes / c.again
     compute = (work.operations / work.filled + c.overhead * work.tile_operations) / c.rate if work.items else 0.0
     prefix = _soft_max(read, compute)
-    tail = work.tail_bytes / c.tail + work.tail_token_heads * c.token_us / machine.units
+    private = _soft_max(work.tail_bytes / c.tail, work.tail_token_heads * c.token_us / machine.units)
+    tail = private + work.rounds * c.round_us
     fixed = c.launch_us + work.items * c.item_us + work.state_bytes / c.state + work.partials * c.part_us
     longer, shorter = (prefix, tail) if prefix >= tail else (tail, prefix)
-    return Cost(fixed + longer + (1 - c.overlap) * shorter, read + tail, compute, fixed)
+    return Cost(fixed + longer + (1 - c.overlap) * shorter, read + private, compute, fixed)
 
 
 def _soft_max(a: float, b: float) -> float:
@@ -334,7 +366,8 @@ def _hard_max(a: float, b: float) -> float:
 
 def predict(f: Features, c: Constants, regimes: tuple[Regime, ...]) -> list[Cost]:
     """Predicted cost of one layer under UNIFORM, and then under each of ``regimes``."""
-    costs = [uniform_cost(uniform_work(f, c.machine), c.uniform, c.machine)]
+    stock = c.plain if is_plain(f.shape, c.machine) else c.uniform
+    costs = [uniform_cost(uniform_work(f, c.machine), stock, c.machine)]
     for regime in regimes:
         own = c.gemm if regime is _GEMM else c.cascade
         costs.append(shared_cost(shared_work(f, c.machine, regime), own, c.machine))
@@ -365,16 +398,14 @@ def cost_of(work: Work, constants: UniformConstants | SharedConstants, machine: 
 def analytic(machine: Machine) -> Constants:
     """Constants for a device nobody has measured: data-sheet orders of magnitude, and the thresholds' experience."""
     if machine.kind is _CPU:
-        shared = SharedConstants(40, 60, 6e3, 12e3, 6e4, 0.5, 2.5e3, 0.002, 4e3, 0.1, 0.05)
-        uniform = UniformConstants(20, 100, 2.5e3, 3e3, 0.05, 0.002, 0.002, 0.1, 0.05)
+        shared = SharedConstants(40, 60, 6e3, 12e3, 6e4, 0.5, 2.5e3, 0.002, 1, 4e3, 0.1, 0.05)
+        uniform = UniformConstants(20, 100, 2.5e3, 3e3, 0.05, 0.002, 0.1, 1, 0.05)
         both = (Regime.CASCADE, Regime.BATCHED_GEMM)
-        return Constants(machine, uniform, shared, shared, Link(50, 1e3), 0.05, both)
+        return Constants(machine, uniform, uniform, shared, shared, Link(50, 1e3), 0.05, both)
     scale = machine.units / 132
-    uniform = UniformConstants(8, 0.01, 4.3e6 * scale, 2e7 * scale, 0.2, 7.5e-3, 9e-3, 0.05, 0.5)
-    gemm = SharedConstants(
-        8, 0.02, 4.0e6 * scale, 9e6 * scale, 4.6e8 * scale, 4, 4e6 * scale, 2e-4, 8e6 * scale, 0.12, 0.5
-    )
-    cascade = SharedConstants(
-        22, 0.05, 3.8e6 * scale, 8e6 * scale, 3.5e8 * scale, 6, 3e6 * scale, 2e-4, 6e6 * scale, 0.1, 0.05
-    )
-    return Constants(machine, uniform, cascade, gemm, Link(12, 2e5), 0.1, (Regime.BATCHED_GEMM,))
+    hbm, again = 4.0e6 * scale, 9e6 * scale
+    uniform = UniformConstants(9, 0.01, hbm, 1.5e7 * scale, 0.2, 8.5e-3, 0.04, 2, 0.5)
+    plain = UniformConstants(9, 0.01, hbm, 1.5e7 * scale, 0.2, 8.5e-3, 0.04, 2, 0.5)
+    gemm = SharedConstants(7, 0.02, hbm, again, 1.4e9 * scale, 4, hbm, 8e-3, 1, 8e6 * scale, 0.12, 0.5)
+    cascade = SharedConstants(22, 0.05, hbm, again, 1e9 * scale, 6, 3e6 * scale, 8e-3, 1, 6e6 * scale, 0.1, 0.05)
+    return Constants(machine, uniform, plain, cascade, gemm, Link(12, 2e5), 0.1, (Regime.BATCHED_GEMM,))

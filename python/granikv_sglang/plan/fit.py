@@ -23,6 +23,7 @@ from granikv_sglang.plan.cost import (
     Work,
     analytic,
     cost_of,
+    is_plain,
     work_of,
 )
 from granikv_sglang.plan.features import Features
@@ -36,9 +37,9 @@ NEAR, FAR_WEIGHT = 0.4, 0.3
 """Where two regimes' times are this far apart (natural logarithm) a point weighs half, and never less than the second:
 a prediction has to be right where the choice is close; elsewhere it may be 20% off and the choice is the same."""
 MARGINS = tuple(i / 100 for i in (*range(0, 12), *range(12, 42, 2)))
-SLOWER = 0.02
+SLOWER = 0.01
 """How much slower than UNIFORM a choice may be where it was measured."""
-SLOWER_WEIGHT = 2.0
+SLOWER_WEIGHT = 5.0
 WORTH = 0.002
 """What a shared regime must save, on average over the points, to be worth an engine and graphs of its own."""
 
@@ -107,15 +108,27 @@ def fit(points: Sequence[Point], machine: Machine, start: Constants | None = Non
         raise ValueError("nothing was measured")
     base = analytic(machine) if start is None else start
     found: dict[str, Any] = {}
-    for regime, name in ((Regime.UNIFORM, "uniform"), (Regime.CASCADE, "cascade"), (Regime.BATCHED_GEMM, "gemm")):
-        measured = [(work_of(p.features, machine, regime), p.us[regime]) for p in points if regime in p.us]
-        if measured:
-            weights = [nearness(p, regime) for p in points if regime in p.us]
-            found[name] = _fit_one(measured, weights, getattr(base, name), machine)
+    for name, regime, plain in (
+        ("uniform", Regime.UNIFORM, False),
+        ("plain", Regime.UNIFORM, True),
+        ("cascade", Regime.CASCADE, None),
+        ("gemm", Regime.BATCHED_GEMM, None),
+    ):
+        own = [p for p in points if regime in p.us and _is_of(p, plain, machine)]
+        if own:
+            measured = [(work_of(p.features, machine, regime), p.us[regime]) for p in own]
+            found[name] = _fit_one(measured, [nearness(p, regime) for p in own], getattr(base, name), machine)
     rough = dataclasses.replace(base, machine=machine, **found)
     regimes = worth_having(points, rough)
     chosen = dataclasses.replace(rough, regimes=regimes)
     return dataclasses.replace(chosen, margin=choose_margin(points, chosen))
+
+
+def _is_of(point: Point, plain: bool | None, machine: Machine) -> bool:
+    """Whether a point tells of the stock backend's plain or other kernel; with None, of an engine that shares."""
+    if plain is None:
+        return bool(point.features.tokens.size)
+    return is_plain(point.features.shape, machine) is plain
 
 
 def nearness(point: Point, regime: Regime) -> float:
@@ -147,8 +160,10 @@ def choose_margin(points: Sequence[Point], constants: Constants) -> float:
     It is a cost and not a bar: one disturbed measurement must not drive the margin to where sharing is given up.
     """
 
+    shared = [p for p in points if p.features.tokens.size]  # elsewhere nothing is to be chosen
+
     def badness(margin: float) -> float:
-        judged = regret(points, dataclasses.replace(constants, margin=margin))
+        judged = regret(shared, dataclasses.replace(constants, margin=margin))
         return judged.median + judged.p95 + SLOWER_WEIGHT * max(0.0, judged.slower - SLOWER)
 
     return min((badness(margin), margin) for margin in MARGINS)[1]
@@ -156,15 +171,12 @@ def choose_margin(points: Sequence[Point], constants: Constants) -> float:
 
 def errors(points: Sequence[Point], constants: Constants, regime: Regime) -> list[float]:
     """(predicted / measured) - 1 at every point where the regime was measured."""
-    own: UniformConstants | SharedConstants = constants.uniform
-    if regime is not Regime.UNIFORM:
-        own = constants.gemm if regime is Regime.BATCHED_GEMM else constants.cascade
-    machine = constants.machine
-    return [
-        cost_of(work_of(p.features, machine, regime), own, machine).us / p.us[regime] - 1
-        for p in points
-        if regime in p.us
-    ]
+    found = []
+    for point in points:
+        if regime in point.us:
+            own, work = constants.of(regime, point.features.shape), work_of(point.features, constants.machine, regime)
+            found.append(cost_of(work, own, constants.machine).us / point.us[regime] - 1)
+    return found
 
 
 def measured_regimes(point: Point, constants: Constants) -> tuple[Regime, ...]:

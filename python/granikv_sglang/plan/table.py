@@ -135,7 +135,7 @@ def constants_to_json(constants: Constants) -> dict[str, Any]:
     value = dataclasses.asdict(constants)
     value["regimes"] = [regime.value for regime in constants.regimes]
     value["machine"]["kind"] = constants.machine.kind.value
-    for part in ("uniform", "cascade", "gemm", "link"):
+    for part in ("uniform", "plain", "cascade", "gemm", "link"):
         value[part] = {name: float(f"{x:.6g}") for name, x in value[part].items()}
     return value
 
@@ -150,6 +150,7 @@ def constants_from_json(value: Mapping[str, Any]) -> Constants:
     return Constants(
         machine=machine,
         uniform=_part(UniformConstants, value["uniform"]),
+        plain=_part(UniformConstants, value["plain"]),
         cascade=_part(SharedConstants, value["cascade"]),
         gemm=_part(SharedConstants, value["gemm"]),
         link=_part(Link, value["link"]),
