@@ -90,6 +90,12 @@ def _common(tokens: list[int], others: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
 
 
+def shared_decodes(steps: dict[str, dict[str, int]]) -> int:
+    """Decode passes in a shared regime; a prefill over HOT prefixes is counted under CASCADE, but is none."""
+    counts = (by for regime, by in steps.items() if regime != "uniform")
+    return sum(n for by in counts for why, n in by.items() if why != "hot_prefill")
+
+
 def engine_of(name: str, args: argparse.Namespace, memory: float) -> Any:
     """``granikv``, ``granikv:<regime>`` or the name of a stock attention backend."""
     ours, _, regime = name.partition(":")
@@ -133,6 +139,8 @@ def main() -> int:
         found[name] = answers(engine, prompts, heads, args.tokens)
         if name.startswith(NAME):
             shared[name] = engine.get_server_info()["internal_states"][0][NAME]["counters"]["steps"]
+            if not shared_decodes(shared[name]):
+                print(f"{name}: NO decode pass was shared, the run shows nothing of it", file=sys.stderr, flush=True)
         engine.shutdown()
         print(f"{name}: {len(prompts)} answers of {args.tokens} tokens", file=sys.stderr, flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)

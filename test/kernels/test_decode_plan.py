@@ -15,7 +15,7 @@ from granikv_kernels.grouped_decode.plan import Limits, StepPlan, plan_step
 from granikv_kernels.grouped_decode.shares import SNAP, cut
 from granikv_sglang.core import Regime
 from granikv_sglang.plan import Features, Item, Shape
-from granikv_sglang.plan.cost import SMALL_ROWS, Kind, Machine, shared_work
+from granikv_sglang.plan.work import SMALL_ROWS, Kind, Machine, shared_work
 
 CONFIG = KernelConfig(PrefixTile(64, 64, 3, 8, 1), PrefixTile(16, 32, 3, 4, 2), 16, 0, TailTile(64, 3, 4, 4))
 

@@ -12,7 +12,7 @@ from granikv_sglang.backends import DecodeBatch, Geometry
 from granikv_sglang.backends.triton import SMALL, TritonSharedDecode
 from granikv_sglang.core import Reason, Regime
 from granikv_sglang.plan import Decision, Item, Plan
-from granikv_sglang.plan.cost import NARROW_LEAST, NARROW_ROWS, SMALL_ROWS
+from granikv_sglang.plan.work import NARROW_LEAST, NARROW_ROWS, SMALL_ROWS
 
 HEADS = (8, 2, 64)
 FEW = DecodeCase("few", *HEADS, ((70, (0, 1, 2)), (21, (1, 2))), (5, 40, 1), "bfloat16")

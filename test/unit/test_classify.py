@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from granikv_sglang.core import Bound, Counters, Reason, Regime, Span
-from granikv_sglang.plan import Classifier, Decision, Kind, Machine, Planner, Shape, Standing, analytic, cost
+from granikv_sglang.plan import Classifier, Decision, Kind, Machine, Planner, Shape, Standing, analytic
 from granikv_sglang.plan.classify import HOLD_PASSES, LARGE_GAIN
 from granikv_sglang.plan.cost import Link, predict
 from granikv_sglang.plan.planner import RECLASSIFY_PASSES
+from granikv_sglang.plan.work import SOFTMAX, shared_work, uniform_work
 from support.passes import H200, LLAMA, SHARED, features_of, planted, with_both
 
 AUTO = Classifier(analytic(H200))
@@ -60,11 +61,11 @@ def test_work_is_counted_as_a_plain_loop_counts_it(seed):
             areas[regime] += blocks * 64 * -(-rows // tile) * tile
             again[regime] += tokens * (-(-rows // tile) - 1)
     for regime in SHARED:
-        work = cost.shared_work(f, H200, regime)
-        assert work.operations == areas[regime] * (4 * shape.head_dim + cost.SOFTMAX) * shape.kv_heads
-        assert work.again_bytes == again[regime] * shape.token_bytes
-        assert work.prefix_bytes == sum(n for _, n in groups) * shape.token_bytes
-    stock = cost.uniform_work(f, H200)
+        done = shared_work(f, H200, regime)
+        assert done.operations == areas[regime] * (4 * shape.head_dim + SOFTMAX) * shape.kv_heads
+        assert done.again_bytes == again[regime] * shape.token_bytes
+        assert done.prefix_bytes == sum(n for _, n in groups) * shape.token_bytes
+    stock = uniform_work(f, H200)
     assert stock.first_bytes + stock.again_bytes == (sum(m * n for m, n in groups) + 100 * f.rows) * shape.token_bytes
 
 

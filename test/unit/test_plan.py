@@ -55,8 +55,21 @@ def test_short_items_go_only_where_nothing_hangs_below_them():
     short, long = (1, Span(1024, 10)), (2, Span(2048, 400))
     assert build_items([(short,), (short,)], min_item_tokens=16) == ()
     kept = build_items([(short, long), (short, long), (short,)], min_item_tokens=16)
-    assert [i.tokens for i in kept] == [10, 400]
-    assert coverage_of(kept, 3).tolist() == [410, 410, 10]
+    assert [(i.tokens, i.rows) for i in kept] == [(10, (0, 1)), (400, (0, 1))]
+    assert coverage_of(kept, 3).tolist() == [410, 410, 0]
+
+
+def test_a_short_beginning_joins_what_adjoins_it():
+    # What a chat template's first tokens look like: A was promoted with them, B later and elsewhere.
+    first, role, a, b = (1, Span(1024, 1)), (2, Span(1025, 2)), (3, Span(1027, 400)), (4, Span(4096, 300))
+    paths = [(first, role, a)] * 3 + [(first, role, b)] * 2 + [(first,)] * 2
+    items = build_items(paths, min_item_tokens=16)
+    assert [(i.start, i.tokens, i.rows) for i in items] == [
+        (1024, 3, (3, 4)),
+        (1024, 403, (0, 1, 2)),
+        (4096, 300, (3, 4)),
+    ]
+    assert coverage_of(items, 7).tolist() == [403, 403, 403, 303, 303, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -66,7 +79,11 @@ def test_random_forests_keep_coverage_leading_and_members_identical(seed):
     spans = {}
     for node_id in range(1, 30):
         tree[node_id] = (*tree[rng.randrange(node_id)], node_id)
-        spans[node_id] = Span(node_id * 1000 + rng.randrange(3), rng.randint(1, 90))
+        above = spans.get(tree[node_id][-2]) if len(tree[node_id]) > 1 else None
+        # Some adjoin the node above, as after a split or a promotion of both; only one below a node can.
+        adjoins = above is not None and above.stop not in {span.start for span in spans.values()} and rng.random() < 0.6
+        start = above.stop if adjoins and above is not None else node_id * 1000 + rng.randrange(3)
+        spans[node_id] = Span(start, rng.randint(1, 90))
     paths = [[(n, spans[n]) for n in tree[rng.randrange(30)]] for _ in range(40)]
     items = build_items(paths, min_item_tokens=rng.choice([1, 20, 60]))
     coverage = coverage_of(items, 40)

@@ -2,11 +2,12 @@
 
 from granikv_sglang.plan.base import Capacity, Decision, Item, Path, Plan, uniform_plan
 from granikv_sglang.plan.classify import Classifier, Limits, Standing
-from granikv_sglang.plan.cost import Constants, Kind, Machine, analytic
+from granikv_sglang.plan.cost import Constants, analytic
 from granikv_sglang.plan.extend import ColdPart, Level, cold_part, levels_of, query_tiles, token_offsets
 from granikv_sglang.plan.features import Features, Shape
 from granikv_sglang.plan.forest import build_items, coverage_of
 from granikv_sglang.plan.planner import Planner
+from granikv_sglang.plan.work import Kind, Machine
 
 __all__ = [
     "Capacity",

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from granikv_sglang.core import Bound, Reason, Regime
 from granikv_sglang.plan.base import Decision, Item
-from granikv_sglang.plan.cost import Constants, Cost, Kind, Machine, all_reduce_us, analytic, predict
+from granikv_sglang.plan.cost import Constants, Cost, all_reduce_us, analytic, predict
 from granikv_sglang.plan.features import Features
+from granikv_sglang.plan.work import Kind, Machine
 
 HOLD_PASSES = 16
 """Passes that a regime stays after a switch unless the gain of another is large."""

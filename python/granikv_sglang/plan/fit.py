@@ -17,16 +17,13 @@ from granikv_sglang.plan.classify import Classifier
 from granikv_sglang.plan.cost import (
     FRACTIONS,
     Constants,
-    Machine,
     SharedConstants,
     UniformConstants,
-    Work,
     analytic,
     cost_of,
-    is_plain,
-    work_of,
 )
 from granikv_sglang.plan.features import Features
+from granikv_sglang.plan.work import Machine, Work, is_plain, work_of
 
 STEPS = 60
 PRIOR = 0.02

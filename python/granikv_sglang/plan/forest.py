@@ -17,7 +17,8 @@ def build_items(paths: Sequence[Path], min_item_tokens: int = 1, min_members: in
     Args:
         paths: HOT path of each row.
         min_item_tokens: an item shorter than this is dropped when nothing below it is kept; its tokens stay in the
-        tails.
+        tails. Where something is, it becomes the beginning of what adjoins it below, for those members: every prompt
+        of a chat template begins with the same few tokens, and they are not worth an item of their own.
         min_members: a node with fewer makes no item. Decode gains from two on; prefill gains from a dense read by one.
 
     Nodes one below the other with the same members and adjoining slots make one.
@@ -49,7 +50,7 @@ def build_items(paths: Sequence[Path], min_item_tokens: int = 1, min_members: in
         place[node_id] = len(items)
         above_item.append(over)
         items.append(Item(span.start, span.length, tuple(sorted(rows)), node_id))
-    return _drop_short_ends(items, above_item, min_item_tokens)
+    return _join_short(items, _long_below(items, above_item, min_item_tokens), above_item, min_item_tokens)
 
 
 def _rows_by_path(paths: Sequence[Path]) -> Iterable[tuple[Path, list[int]]]:
@@ -64,8 +65,8 @@ def _rows_by_path(paths: Sequence[Path]) -> Iterable[tuple[Path, list[int]]]:
     return found.values()
 
 
-def _drop_short_ends(items: list[Item], above: list[int | None], min_item_tokens: int) -> tuple[Item, ...]:
-    """Drop short items from the leaves up; one with a kept item below it stays, or coverage would have a hole."""
+def _long_below(items: list[Item], above: list[int | None], min_item_tokens: int) -> list[bool]:
+    """Whether an item is kept: it is long enough, or one below it is, and coverage would have a hole without it."""
     keep = [False] * len(items)
     for index in range(len(items) - 1, -1, -1):
         if keep[index] or items[index].tokens >= min_item_tokens:
@@ -73,7 +74,32 @@ def _drop_short_ends(items: list[Item], above: list[int | None], min_item_tokens
             over = above[index]
             if over is not None:
                 keep[over] = True
-    return tuple(item for item, kept in zip(items, keep, strict=True) if kept)
+    return keep
+
+
+def _join_short(items: list[Item], keep: list[bool], above: list[int | None], min_item_tokens: int) -> tuple[Item, ...]:
+    """The kept items, each short one joined to those below that adjoin it; it stays only for the members of others."""
+    below: dict[int, list[int]] = {}
+    for index, over in enumerate(above):
+        if over is not None and keep[index]:
+            below.setdefault(over, []).append(index)
+    found: list[Item] = []
+    for index, item in enumerate(items):
+        if not keep[index]:
+            continue
+        if item.tokens < min_item_tokens:
+            others: list[int] = []
+            for lower in below.get(index, ()):
+                joined = items[lower]
+                if item.start + item.tokens == joined.start:
+                    items[lower] = Item(item.start, item.tokens + joined.tokens, joined.rows, joined.node_id)
+                else:
+                    others.extend(joined.rows)
+            if not others:
+                continue
+            item = Item(item.start, item.tokens, tuple(sorted(others)), item.node_id)
+        found.append(item)
+    return tuple(found)
 
 
 def coverage_of(items: Sequence[Item], rows: int) -> npt.NDArray[np.int32]:

@@ -15,13 +15,12 @@ from granikv_sglang.core import GraniKVError, Regime
 from granikv_sglang.plan.cost import (
     FRACTIONS,
     Constants,
-    Kind,
     Link,
-    Machine,
     SharedConstants,
     UniformConstants,
     analytic,
 )
+from granikv_sglang.plan.work import Kind, Machine
 
 FORMAT = 2
 """Grows when the model's terms change, so that old constants would mean something else."""
