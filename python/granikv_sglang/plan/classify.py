@@ -89,7 +89,7 @@ class Classifier:
         if len(names) == 1 and self.forced is not _UNIFORM:
             return Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
         costs = predict(features, self.constants, names[1:])
-        predicted = tuple([(name, cost.us) for name, cost in zip(names, costs, strict=True)])
+        predicted = tuple(zip(names, [cost.us for cost in costs], strict=True))
         if self.forced is not None:
             return Decision(self.forced, Reason.FORCED, costs[-1].bound, predicted)
         reduce_us = all_reduce_us(features.shape, features.rows, self.constants.link)
@@ -138,7 +138,13 @@ class Classifier:
         return Decision(Regime.CASCADE, Reason.HOT_PREFILL)
 
 
-_UNIFORM = Regime.UNIFORM
+_UNIFORM, _TOO_SMALL = Regime.UNIFORM, Reason.TOO_SMALL
+_REASONS = {
+    Bound.COMPUTE: Reason.COMPUTE_BOUND,
+    Bound.MEMORY: Reason.MEMORY_BOUND,
+    Bound.LAUNCH: Reason.LAUNCH_BOUND,
+    Bound.COMMUNICATION: Reason.COMMUNICATION_BOUND,
+}
 
 
 def _ahead(cost: Cost, other: Cost, regime: Regime) -> bool:
@@ -149,10 +155,4 @@ def _ahead(cost: Cost, other: Cost, regime: Regime) -> bool:
 
 
 def _reason(regime: Regime, bound: Bound) -> Reason:
-    if regime is _UNIFORM:
-        return Reason.TOO_SMALL
-    if bound is Bound.COMPUTE:
-        return Reason.COMPUTE_BOUND
-    if bound is Bound.MEMORY:
-        return Reason.MEMORY_BOUND
-    return Reason.LAUNCH_BOUND if bound is Bound.LAUNCH else Reason.COMMUNICATION_BOUND
+    return _TOO_SMALL if regime is _UNIFORM else _REASONS[bound]

@@ -14,7 +14,9 @@ from granikv_sglang.core import Bound, Regime
 from granikv_sglang.plan.features import Features, Shape
 from granikv_sglang.plan.work import Kind, Machine, SharedWork, UniformWork, Work, is_plain, shared_work, uniform_work
 
-_GEMM = Regime.BATCHED_GEMM  # looking up an enum's member costs as much as a few products
+# Looking up an enum's member costs as much as a few products.
+_GEMM = Regime.BATCHED_GEMM
+_MEMORY, _COMPUTE, _LAUNCH = Bound.MEMORY, Bound.COMPUTE, Bound.LAUNCH
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,9 @@ class Cost(NamedTuple):
 
     @property
     def bound(self) -> Bound:
-        most = max(self.memory_us, self.compute_us, self.fixed_us)
-        if most == self.memory_us:
-            return Bound.MEMORY
-        return Bound.COMPUTE if most == self.compute_us else Bound.LAUNCH
+        if self.memory_us >= self.compute_us:
+            return _MEMORY if self.memory_us >= self.fixed_us else _LAUNCH
+        return _COMPUTE if self.compute_us >= self.fixed_us else _LAUNCH
 
 
 def uniform_cost(work: UniformWork, c: UniformConstants, machine: Machine) -> Cost:

@@ -10,6 +10,8 @@ from enum import StrEnum
 from math import sqrt
 from typing import NamedTuple
 
+import numpy as np
+
 from granikv_sglang.core import Regime
 from granikv_sglang.plan.features import Features, Shape, Tiles
 
@@ -139,7 +141,7 @@ def _count_tiles(f: Features, height: int) -> Tiles:
     # Shifts, since numpy divides whole numbers four times as slowly.
     blocks = (f.tokens + (BLOCK - 1)) >> 6
     if f.most * f.shape.gqa <= height:
-        return Tiles(height, int(blocks.sum()) * height * BLOCK, f.unique)
+        return Tiles(height, int(np.add.reduce(blocks)) * height * BLOCK, f.unique)
     passes = (f.members * f.shape.gqa + (height - 1)) >> (height.bit_length() - 1)
     return Tiles(height, int(blocks.dot(passes)) * height * BLOCK, int(f.tokens.dot(passes)))
 
@@ -162,7 +164,7 @@ def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
     width = BLOCK
     if machine.kind is _CPU:
         width = 1
-    elif regime is _GEMM and not small and f.least * shape.gqa <= NARROW_ROWS:
+    elif regime is _GEMM and not small and int(f.members.min(initial=NARROW_ROWS + 1)) * shape.gqa <= NARROW_ROWS:
         tiles = _narrow(f, tiles)
     per_row = 4 * shape.head_dim + (0 if machine.kind is _CPU else SOFTMAX)
     token_bytes, kv_heads = shape.token_bytes, shape.kv_heads
@@ -192,12 +194,16 @@ def _pieces(f: Features, tiles: Tiles, machine: Machine) -> tuple[float, float]:
 
     It cuts a KV head's tiles into as many pieces as there is room for, or fewer: where the merge would take longer.
     """
+    found = f.pieces.get(tiles.height)
+    if found is not None:
+        return found
     room = machine.units / f.shape.kv_heads
     count = tiles.area / (tiles.height * BLOCK)
     longest = (f.longest + (BLOCK - 1)) // BLOCK
     pieces = max(1.0, min(room, count / sqrt(PART_TILES * longest)))
     each = min(float(longest), max(1.0, pieces * longest / count))
-    return min(1.0, pieces / room), each
+    found = f.pieces[tiles.height] = min(1.0, pieces / room), each
+    return found
 
 
 def _tail_pieces(f: Features, machine: Machine) -> int:
