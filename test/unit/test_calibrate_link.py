@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import pytest
 
@@ -66,7 +67,21 @@ def test_without_a_calibration_or_with_one_rank_it_is_one_line(timed, tmp_path, 
 
 def test_a_rank_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
-    with pytest.raises(module.GraniKVError, match="rank 0 of 2 ended with exit code 1, its last line: nothing"):
+    with pytest.raises(module.GraniKVError, match=r"rank [01] of 2 ended with exit code 1, its last line: nothing"):
+        module.ask_ranks(2, Kind.CPU)
+
+
+def test_the_rank_that_failed_is_named_and_not_one_that_waits_for_it(monkeypatch, tmp_path):
+    """Rank 1 also says more than a pipe holds, which nobody reads before it ends."""
+    script = tmp_path / "rank"
+    script.write_text(
+        f"#!{sys.executable}\nimport sys, time\n"
+        "if sys.argv[-1] == '0': time.sleep(600)\n"
+        "sys.stderr.write('word ' * 50000 + chr(10) + 'no such device')\nsys.exit(3)\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(script))
+    with pytest.raises(module.GraniKVError, match="rank 1 of 2 ended with exit code 3, its last line: no such device"):
         module.ask_ranks(2, Kind.CPU)
 
 

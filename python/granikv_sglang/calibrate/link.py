@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,26 +83,37 @@ def ask_ranks(tp: int, kind: Kind) -> list[Timed]:
         prepare_tensor_parallel(env, tp, sorted(os.sched_getaffinity(0)))
     command = [sys.executable, "-m", "granikv_sglang.calibrate", "--tp", str(tp), "--device", _DEVICE[kind]]
     command += ["--port", str(free_ports(1)[0]), "--rank"]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-        for rank in range(tp)
-    ]
-    ends, said = time.monotonic() + SECONDS, []
-    try:
-        for number, rank in enumerate(ranks):
-            said.append(rank.communicate(timeout=max(1.0, ends - time.monotonic())))
-            if rank.returncode:
-                last = (said[-1][1].strip().splitlines() or ["nothing"])[-1]
-                raise GraniKVError(
-                    f"rank {number} of {tp} ended with exit code {rank.returncode}, its last line: {last}"
-                )
-    except subprocess.TimeoutExpired as error:
-        raise GraniKVError(f"the {tp} ranks were not done after {SECONDS:.0f} s") from error
-    finally:
-        for rank in ranks:
-            rank.kill()
-    rows = [json.loads(line) for line in said[0][0].splitlines() if line.startswith("[")]
+    # Files and not pipes: a rank that writes much would wait for a reader while the others wait for it.
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
+        places = [(Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err") for rank in range(tp)]
+        opened = [[files.enter_context(path.open("w")) for path in own] for own in places]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdout=out, stderr=err, env=env)
+            for rank, (out, err) in enumerate(opened)
+        ]
+        try:
+            _wait_for(ranks, [err for _, err in places])
+        finally:
+            for rank in ranks:
+                rank.kill()
+        rows = [json.loads(line) for line in places[0][0].read_text().splitlines() if line.startswith("[")]
     return [(int(size), float(us)) for size, us in rows[-1]]
+
+
+def _wait_for(ranks: Sequence[subprocess.Popen[Any]], errors: Sequence[Path]) -> None:
+    """Until all have ended well. The first that fails is named: the others only wait for it."""
+    ends = time.monotonic() + SECONDS
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        for number, code in enumerate(codes):
+            if code:
+                last = (errors[number].read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+                raise GraniKVError(f"rank {number} of {len(ranks)} ended with exit code {code}, its last line: {last}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > ends:
+            raise GraniKVError(f"the {len(ranks)} ranks were not done after {SECONDS:.0f} s")
+        time.sleep(0.05)
 
 
 _DEVICE = {Kind.CUDA: "auto", Kind.CPU: "cpu"}
