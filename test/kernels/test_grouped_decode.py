@@ -215,3 +215,15 @@ def test_capture_small_replay_large() -> None:
         expected, lse = exact(other)
         assert rms_ratio(batch.out, expected) <= RECORD.bound[case.dtype]
         assert_lse(op.lse[: case.rows], lse, LSE_BOUND)
+
+
+@pytest.mark.parametrize(("part_overhead", "splits"), [(0.0, 64), (0.15, 26)])
+def test_a_long_tail_is_cut_no_finer_than_its_merge_is_worth(part_overhead: float, splits: int, device: str) -> None:
+    config = dataclasses.replace(TINY, part_overhead=part_overhead)
+    op = GroupedDecode(4, 1, 1, 8, 1, 16, torch.float32, device, 132, config)
+    lengths = torch.full((4,), 4096, dtype=torch.int64, device=device)
+    op.schedule(lengths, torch.arange(4, device=device))
+    assert op._tail_ptr.diff().tolist()[:4] == [splits] * 4
+    cut = op._splits[: 4 * splits].cpu()
+    assert cut[:, 2].view(4, -1)[0].tolist() == list(range(0, 4096, int(cut[0, 3])))
+    assert cut[:, 3].view(4, -1)[:, -1].tolist() == [4096] * 4

@@ -60,8 +60,8 @@ class KernelConfig:
         tma: prefix tiles through the bulk tensor copy engine.
         pdl: programmatic dependent launch: each grid may start beside the one before it.
         unit_overhead: prologue and epilogue of a prefix unit, in tiles (host planning).
-        part_overhead: one partial more in the merge of a row, in tiles (host planning): the merge reads a row's
-            partials a few at a time, so where few KV heads would be cut into many chunks it is the longest part.
+        part_overhead: one partial more in the merge of a row, in tiles: the merge reads a row's partials a few at a
+            time, so where few KV heads would be cut into many chunks it is the longest part.
         equal_shares_items: up to so many items of one row tile are cut into one equal share a program, where that
             should end sooner than chunks of one common size; with more items chunks come out even as they are.
         tails_last: the tail grid behind the narrow one, not before it.

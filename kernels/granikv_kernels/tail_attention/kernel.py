@@ -23,10 +23,14 @@ def schedule_kernel(
     splits_ptr,
     rows,
     target,
+    part_tiles,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Cut every tail into splits of at most one common size, chosen so that there are about ``target`` of them.
+
+    Fewer where the merge of the longest tail would cost more than they save: one partial of it takes ``part_tiles``
+    tiles, and with s splits of n tiles n / s + part_tiles * s is least at n / s = sqrt(part_tiles * n).
 
     Writes ``tail_ptr [rows + 1]`` (first split of each row) and ``splits [.., 4]``. At most ``rows + target`` splits:
     each row adds at most one more than its share of full ones. One program.
@@ -38,7 +42,9 @@ def schedule_kernel(
     begin = tl.load(coverage_ptr + row, mask=live, other=0)
     length = tl.maximum(end - begin, 0)
     share = (tl.sum(length, 0) + target - 1) // target
-    limit = tl.maximum((share + ALIGN - 1) // ALIGN, 1) * ALIGN
+    longest = (tl.max(length, 0) + ALIGN - 1) // ALIGN
+    least = tl.ceil(tl.sqrt(longest.to(tl.float32) * part_tiles)).to(tl.int32)
+    limit = tl.maximum(tl.maximum((share + ALIGN - 1) // ALIGN, least), 1) * ALIGN
     count = (length + limit - 1) // limit
     # Even splits, rounded up to whole tiles: never more than `limit`, so the last one is never empty.
     size = (length + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)

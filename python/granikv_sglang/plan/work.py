@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import sqrt
+from math import ceil, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -209,7 +209,8 @@ def _pieces(f: Features, tiles: Tiles, machine: Machine) -> tuple[float, float]:
 def _tail_pieces(f: Features, machine: Machine) -> int:
     """In how many pieces it cuts one request's private tokens, where all have about as many."""
     most = -(-f.cold // max(1, TAIL_UNITS * machine.units // f.shape.kv_heads))
-    return -(-(f.cold // f.rows) // (-(-most // BLOCK) * BLOCK))
+    tiles = -(-(f.cold // f.rows) // BLOCK)
+    return -(-tiles // max(-(-most // BLOCK), ceil(sqrt(PART_TILES * tiles))))
 
 
 def _cascade_tile(query_rows: int) -> int:
