@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from granikv_kernels.grouped_decode.config import KernelConfig, default_config
 from granikv_kernels.grouped_prefix.kernel import prefix_kernel
 from granikv_kernels.merge_state.kernel import merge_kernel
-from granikv_kernels.tail_attention.kernel import tail_kernel
+from granikv_kernels.tail_attention.kernel import schedule_kernel, tail_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "part_out_ptr": "*fp32", "part_lse_ptr": "*fp32"}
@@ -37,7 +37,7 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], **options: Any) -> An
             signature[name] = f"tensordesc<bf16[{constants['BLOCK_N']}, {constants['D']}]>"
             continue
         signature[name] = POINTERS.get(name, "*i32" if name.endswith("_ptr") else "i32")
-        if name == "scale_log2":
+        if name in ("scale_log2", "part_tiles"):
             signature[name] = "fp32"
         if name.endswith(("_ptr", "_stride")):
             attrs[(i,)] = [["tt.divisibility", 16]]
@@ -79,6 +79,7 @@ def check(config: KernelConfig, q_heads: int = 32, kv_heads: int = 8, dim: int =
     tail = shape | {"KV_HEADS": kv_heads, "BLOCK_G": 16, "BLOCK_N": t.block_n, "STAGES": t.stages}
     compiled = compile_kernel(tail_kernel, tail, num_warps=t.warps, maxnreg=t.max_registers, launch_pdl=c.pdl)
     out["tail"] = resources(compiled)
+    out["schedule"] = resources(compile_kernel(schedule_kernel, {"ROWS": 256, "ALIGN": t.block_n}, num_warps=4))
     return out
 
 
