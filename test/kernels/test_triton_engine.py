@@ -12,7 +12,7 @@ from granikv_sglang.backends import DecodeBatch, Geometry
 from granikv_sglang.backends.triton import SMALL, TritonSharedDecode
 from granikv_sglang.core import Reason, Regime
 from granikv_sglang.plan import Decision, Item, Plan
-from granikv_sglang.plan.work import NARROW_LEAST, NARROW_ROWS, SMALL_ROWS
+from granikv_sglang.plan.work import NARROW_LEAST, NARROW_ROWS, PART_TILES, SMALL_ROWS, TAIL_UNITS
 
 HEADS = (8, 2, 64)
 FEW = DecodeCase("few", *HEADS, ((70, (0, 1, 2)), (21, (1, 2))), (5, 40, 1), "bfloat16")
@@ -68,3 +68,5 @@ def test_the_cost_model_knows_the_tiles() -> None:
     shipped, small = KernelConfig(), small_config(torch.bfloat16, 128)
     assert small is not None and (small.wide.block_m, small.narrow_rows) == (SMALL_ROWS, 0)
     assert (shipped.narrow_rows, shipped.narrow_least) == (NARROW_ROWS, NARROW_LEAST)
+    for config in (shipped, small):
+        assert (config.part_overhead, config.tail.units_per_sm) == (PART_TILES, TAIL_UNITS)

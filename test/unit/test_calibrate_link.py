@@ -65,22 +65,24 @@ def test_without_a_calibration_or_with_one_rank_it_is_one_line(timed, tmp_path, 
     assert "its format is 99" in capsys.readouterr().err
 
 
-def test_a_rank_that_fails_is_named(monkeypatch):
-    monkeypatch.setattr(module.sys, "executable", "/bin/false")
-    with pytest.raises(module.GraniKVError, match=r"rank [01] of 2 ended with exit code 1, its last line: nothing"):
+def ranks_that_run(monkeypatch, tmp_path, body):
+    """Each rank runs ``body``, with its number in ``rank``, in place of the measurement."""
+    script = tmp_path / "rank"
+    script.write_text(f"#!{sys.executable}\nimport sys, time\nrank = int(sys.argv[-1])\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(script))
+
+
+def test_a_rank_that_fails_is_named(monkeypatch, tmp_path):
+    ranks_that_run(monkeypatch, tmp_path, "time.sleep(600 * rank)\nsys.exit(1)")
+    with pytest.raises(module.GraniKVError, match="rank 0 of 2 ended with exit code 1, its last line: nothing"):
         module.ask_ranks(2, Kind.CPU)
 
 
 def test_the_rank_that_failed_is_named_and_not_one_that_waits_for_it(monkeypatch, tmp_path):
     """Rank 1 also says more than a pipe holds, which nobody reads before it ends."""
-    script = tmp_path / "rank"
-    script.write_text(
-        f"#!{sys.executable}\nimport sys, time\n"
-        "if sys.argv[-1] == '0': time.sleep(600)\n"
-        "sys.stderr.write('word ' * 50000 + chr(10) + 'no such device')\nsys.exit(3)\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(module.sys, "executable", str(script))
+    says = "sys.stderr.write('word ' * 50000 + chr(10) + 'no such device')"
+    ranks_that_run(monkeypatch, tmp_path, f"time.sleep(600 * (1 - rank))\n{says}\nsys.exit(3)")
     with pytest.raises(module.GraniKVError, match="rank 1 of 2 ended with exit code 3, its last line: no such device"):
         module.ask_ranks(2, Kind.CPU)
 

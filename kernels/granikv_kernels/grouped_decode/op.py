@@ -152,7 +152,7 @@ class GroupedDecode:
         launch(
             schedule_kernel, (1,),
             seq_lens, req_pool_indices, self._arena["coverage"], self._tail_ptr, self._splits,
-            seq_lens.shape[0], self._split_target, float(self.config.part_overhead),
+            seq_lens.shape[0], self._split_target, self.config.part_overhead,
             ROWS=next_power_of_2(self.limits.rows), ALIGN=self.config.tail.block_n, num_warps=4,
         )  # fmt: skip
 

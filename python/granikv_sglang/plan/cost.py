@@ -116,8 +116,14 @@ class Constants:
 
     def of(self, regime: Regime, shape: Shape) -> UniformConstants | SharedConstants:
         """Those of a regime's engine at these heads."""
-        if regime is Regime.UNIFORM:
-            return self.plain if is_plain(shape, self.machine) else self.uniform
+        return self.stock(shape) if regime is Regime.UNIFORM else self.shared(regime)
+
+    def stock(self, shape: Shape) -> UniformConstants:
+        """Those of the stock backend's kernel at these heads."""
+        return self.plain if is_plain(shape, self.machine) else self.uniform
+
+    def shared(self, regime: Regime) -> SharedConstants:
+        """Those of a shared regime's engine."""
         return self.gemm if regime is _GEMM else self.cascade
 
 
@@ -165,17 +171,14 @@ def _soft_max(a: float, b: float) -> float:
 
 def _hard_max(a: float, b: float) -> float:
     """The larger, and up to 9% more where both are near: so well do FlashInfer's loads hide behind its products."""
-    a4, b4 = (a * a) * (a * a), (b * b) * (b * b)
-    return sqrt(sqrt(sqrt(a4 * a4 + b4 * b4)))
+    return sqrt(_soft_max(a * a, b * b))
 
 
 def predict(f: Features, c: Constants, regimes: tuple[Regime, ...]) -> list[Cost]:
     """Predicted cost of one layer under UNIFORM, and then under each of ``regimes``."""
-    stock = c.plain if is_plain(f.shape, c.machine) else c.uniform
-    costs = [uniform_cost(uniform_work(f, c.machine), stock, c.machine)]
+    costs = [uniform_cost(uniform_work(f, c.machine), c.stock(f.shape), c.machine)]
     for regime in regimes:
-        own = c.gemm if regime is _GEMM else c.cascade
-        costs.append(shared_cost(shared_work(f, c.machine, regime), own, c.machine))
+        costs.append(shared_cost(shared_work(f, c.machine, regime), c.shared(regime), c.machine))
     return costs
 
 

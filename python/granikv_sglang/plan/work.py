@@ -77,8 +77,8 @@ PLAIN_GQA = 4
 """With fewer query heads to a KV head SGLang has FlashInfer decode without tensor cores."""
 PIECE = 128
 """Tokens that it leaves in a piece at least."""
-UNIT_TILES, PART_TILES = 6.0, 0.15
-"""What the Triton engine's planner takes a unit's start and one more partial result of a request for, in tiles."""
+PART_TILES = 0.15
+"""What the Triton engine takes one more partial result of a request for, in tiles."""
 TAIL_UNITS = 4
 """(Piece of a tail, KV head) pairs for each multiprocessor that it aims at."""
 NARROW_ROWS, NARROW_LEAST = 32, 8 * 32768
@@ -96,10 +96,15 @@ def uniform_work(f: Features, machine: Machine) -> UniformWork:
     total = f.reads + f.cold
     blocks, places = f.rows * shape.kv_heads, 2 * machine.units
     longest = f.longest + f.cold // max(1, f.rows)
-    idle = _idle(blocks, total, longest, f.rows, places)
-    pieces = min(longest / PIECE, places / blocks) if 0 < blocks <= places and machine.kind is not _CPU else 0.0
-    # Where they are few, all else being equal, a layer takes 2 us less on an H200, and the step is as steep as this.
-    busy = (max(1.0, pieces) * blocks / machine.units - 0.55) / 0.2
+    pieces, busy = 0.0, 0.0
+    if machine.kind is _CPU:
+        idle = 0.0
+    else:
+        if 0 < blocks <= places:
+            pieces = min(longest / PIECE, places / blocks)
+        # Where they are few, all else being equal, a layer takes 2 us less on an H200; the step is as steep as this.
+        busy = max(0.0, min(1.0, (max(1.0, pieces) * blocks / machine.units - 0.55) / 0.2))
+        idle = _idle(blocks, total, longest, f.rows, places)
     return UniformWork(
         rows=f.rows,
         first_bytes=(f.unique + f.cold) * shape.token_bytes,
@@ -107,8 +112,8 @@ def uniform_work(f: Features, machine: Machine) -> UniformWork:
         streams=int(f.tokens.size),
         token_heads=total * shape.kv_heads,
         pieces=pieces,
-        busy=max(0.0, min(1.0, busy)) if machine.kind is not _CPU else 0.0,
-        idle=idle if machine.kind is not _CPU else 0.0,
+        busy=busy,
+        idle=idle,
     )
 
 

@@ -44,15 +44,13 @@ class Front:
         """Around SGLang's own check of the key goes the form that asks a browser for it."""
         app.add_middleware(SignIn)
 
-    def around_batched(
-        self, original: Callable[..., bool], manager: Any, batch_size: int, requests: Any, **kwargs: Any
-    ) -> bool:
+    def around_batched(self, original: Callable[..., bool], manager: Any, batch_size: int, requests: Any) -> bool:
         """Prompts given as token ids go to the scheduler one by one, as SGLang sends text.
 
         SGLang packs all of them before it sends any: 0.1 s for 128 prompts of 9K tokens in which the GPU has nothing to
         do. One by one, the first prefill runs meanwhile.
         """
-        return manager.server_args.enable_tokenizer_batch_encode and original(manager, batch_size, requests, **kwargs)
+        return manager.server_args.enable_tokenizer_batch_encode and original(manager, batch_size, requests)
 
     def around_tokenized(
         self, original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
