@@ -2,6 +2,7 @@
 # Both servers in the background, for several recipes in a row: a start costs up to two minutes.
 #   h200_servers.sh start    then: export STOCK_URL=http://127.0.0.1:30001 GRANIKV_URL=http://127.0.0.1:30002
 #   h200_servers.sh stop
+# Two pairs on one host: CUDA_VISIBLE_DEVICES, STOCK_PORT, GRANIKV_PORT and LOGS of each pair's own.
 . "$(dirname "$0")/h200.inc"
 logs="${LOGS:-/tmp/granikv-servers}"
 mkdir -p "$logs"
@@ -26,8 +27,8 @@ start_one() {
 
 case "${1:-}" in
 start)
-    start_one stock 30001 $stock_memory --granikv-off
-    start_one granikv 30002 $granikv_memory ${GRANIKV_ARGS:-}
+    start_one stock "${STOCK_PORT:-30001}" $stock_memory --granikv-off
+    start_one granikv "${GRANIKV_PORT:-30002}" $granikv_memory ${GRANIKV_ARGS:-}
     ;;
 stop)
     for name in granikv stock; do

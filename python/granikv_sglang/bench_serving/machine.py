@@ -75,7 +75,7 @@ class Clocks:
 
     def __enter__(self) -> Clocks:
         if self.gpu:
-            command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "500"]
+            command = [*_query(_QUERY), "-lms", "500"]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         return self
 
@@ -114,9 +114,15 @@ def _number(text: str) -> float | None:
         return None
 
 
+def _query(query: str) -> list[str]:
+    """nvidia-smi's command line. Of a host's GPUs only those count that servers started from here would see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    chosen = ["-i", visible] if visible else []
+    return ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", *chosen]
+
+
 def _ask(query: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, check=False, text=True).stdout
+    return subprocess.run(_query(query), capture_output=True, check=False, text=True).stdout
 
 
 def cpu_clocks() -> dict[str, float]:
