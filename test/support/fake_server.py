@@ -1,12 +1,13 @@
 """A stand-in for an SGLang server, for the benchmark's client side: its endpoints, tokens that follow the prompt.
 
-It decodes nothing. Each next token is a hash of the tokens before it, so equal prompts give equal answers on every
+As SGLang it aborts a request whose id an earlier stream had. It decodes nothing. Each next token is a hash of the tokens before it, so equal prompts give equal answers on every
 instance, and a fault can be put in by name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import zlib
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class FakeServer:
         self._http.daemon_threads = True
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         self._cached: set[tuple[int, ...]] = set()
+        self._ids: set[str] = set()
         self._lock = threading.Lock()
         return self
 
@@ -70,6 +72,13 @@ class FakeServer:
         with self._lock:
             self.flushes += 1
             self._cached.clear()
+
+    def name_of(self, rid: str) -> tuple[str, bool]:
+        """The request's own name within its id, and whether the id was used before."""
+        with self._lock:
+            reused = bool(rid) and rid in self._ids
+            self._ids.add(rid)
+        return re.sub(r"-[0-9a-f]{32}$", "", rid), reused
 
     def take(self, body: dict[str, Any]) -> tuple[list[int], int]:
         """Remember a request; its prompt and how many of its tokens were cached."""
@@ -146,8 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
             threading.Thread(target=server.stop).start()
             return
-        rid, (prompt, cached) = body.get("rid", ""), server.take(body)
-        output = server.output(rid, prompt, body["sampling_params"]["max_new_tokens"])
+        body["rid"], reused = server.name_of(body.get("rid", ""))
+        prompt, cached = server.take(body)
+        output = server.output(body["rid"], prompt, body["sampling_params"]["max_new_tokens"])
         server.answered += 1
         if body.get("top_logprobs_num"):
             self._json(self._probe(prompt))
@@ -159,6 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
             done = {**meta, "completion_tokens": len(output), "finish_reason": {"type": "length"}}
             self._json({"output_ids": output, "meta_info": done})
             return
+        if reused:
+            output, meta["finish_reason"] = output[:1], {"type": "abort", "message": "Aborted"}
         self._stream(output, meta, body["sampling_params"].get("stream_interval", 1))
 
     def _stream(self, output: list[int], meta: dict[str, Any], step: int) -> None:
@@ -175,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
                 break
             chunk = {
                 "output_ids": output[begin:end] if server.incremental else output[:end],
-                "meta_info": {**meta, "completion_tokens": end, "finish_reason": {"type": "length"} if last else None},
+                "meta_info": {"finish_reason": {"type": "length"} if last else None, **meta, "completion_tokens": end},
             }
             self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             begin = end

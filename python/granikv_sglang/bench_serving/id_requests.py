@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,9 @@ class IdRequests:
         output = IdOutput(prompt_len=request_func_input.prompt_len)
         body = self._body(request_func_input)
         output.rid = str(body.get("rid", ""))
+        if output.rid:
+            # Never the same id twice: SGLang aborts the id of a stream once more, two seconds after its end.
+            body["rid"] = f"{output.rid}-{uuid.uuid4().hex}"
         if self.timed and request_func_input.timestamp is not None:
             wait = self.started + request_func_input.timestamp * self.slowdown / 1e3 - time.perf_counter()
             await asyncio.sleep(max(0.0, wait))
