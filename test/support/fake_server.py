@@ -1,7 +1,7 @@
 """A stand-in for an SGLang server, for the benchmark's client side: its endpoints, tokens that follow the prompt.
 
-As SGLang it aborts a request whose id an earlier stream had. It decodes nothing. Each next token is a hash of the tokens before it, so equal prompts give equal answers on every
-instance, and a fault can be put in by name.
+As SGLang it aborts a request whose id an earlier stream had. It decodes nothing. Each next token is a hash of the
+tokens before it, so equal prompts give equal answers on every instance, and a fault can be put in by name.
 """
 
 from __future__ import annotations

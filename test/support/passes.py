@@ -33,9 +33,11 @@ def planted():
     return with_both(
         base,
         margin=0.0,
+        plain_margin=0.0,
         uniform=dataclasses.replace(base.uniform, launch_us=4.0, hbm=3.1e6, again=6e6, miss=0.4),
-        gemm=dataclasses.replace(base.gemm, launch_us=30.0, rate=6e8, hbm=3e6, overhead=3.0, overlap=0.8),
-        cascade=dataclasses.replace(base.cascade, launch_us=8.0, rate=1.5e8, hbm=3.9e6, overhead=2.0, tail=3.5e6),
+        plain=dataclasses.replace(base.plain, launch_us=5.0, hbm=2.8e6, again=5e6, miss=0.3),
+        gemm=dataclasses.replace(base.gemm, launch_us=30.0, rate=1e9, hbm=3e6, overhead=3.0, overlap=0.8),
+        cascade=dataclasses.replace(base.cascade, launch_us=8.0, rate=4e8, hbm=3.9e6, overhead=2.0, tail=3.5e6),
     )
 
 

@@ -66,7 +66,39 @@ def test_work_is_counted_as_a_plain_loop_counts_it(seed):
         assert done.again_bytes == again[regime] * shape.token_bytes
         assert done.prefix_bytes == sum(n for _, n in groups) * shape.token_bytes
     stock = uniform_work(f, H200)
-    assert stock.first_bytes + stock.again_bytes == (sum(m * n for m, n in groups) + 100 * f.rows) * shape.token_bytes
+    assert stock.read_bytes == sum(m * n for m, n in groups) * shape.token_bytes
+    assert stock.prefix_bytes == sum(n for _, n in groups) * shape.token_bytes
+    assert stock.tail_bytes == 100 * f.rows * shape.token_bytes
+
+
+def test_equal_requests_run_in_whole_waves_and_uneven_ones_fill_gaps():
+    """36 requests of 8 KV heads are 288 thread blocks on 264 places: two waves, the second nearly empty."""
+    even = uniform_work(features_of([(12, 10000)] * 3, tail=320), H200)
+    assert even.waves == 1 and even.idle == pytest.approx(2 / (288 / 264) - 1)
+    uneven = uniform_work(features_of([(12, 8000), (12, 10000), (12, 12000)], tail=320), H200)
+    assert uneven.waves == 1 and uneven.idle < even.idle
+    fits = uniform_work(features_of([(32, 10000)], tail=320), H200)
+    assert fits.waves == 0 and fits.idle == pytest.approx(264 / 256 - 1)
+
+
+def test_tails_take_whole_rounds_of_whole_tiles():
+    """24 tails of 192 tokens: 2 pieces of up to 2 tiles each for 8 KV heads, 384 units on 132 multiprocessors."""
+    done = shared_work(features_of([(24, 768)], tail=192), H200, Regime.BATCHED_GEMM)
+    assert done.rounds == 3
+    assert done.tail_bytes == 3 * 132 * 2 * 64 // 8 * LLAMA.token_bytes
+    half = shared_work(features_of([(24, 768)], tail=192, shape=Shape(32, 8, 64)), H200, Regime.BATCHED_GEMM)
+    assert half.rounds == 1.5
+
+
+def test_the_stock_kernel_without_tensor_cores_has_a_margin_of_its_own():
+    constants = dataclasses.replace(AUTO.constants, margin=0.01, plain_margin=0.3)
+    assert constants.margin_of(LLAMA) == 0.01 and constants.margin_of(Shape(9, 3, 64)) == 0.3
+    few = features_of([(8, 8192)], tail=64, shape=Shape(9, 3, 64))
+    loose = Classifier(dataclasses.replace(constants, plain_margin=0.0)).classify(few)
+    gain = 1 - loose.predicted_us[1][1] / loose.predicted_us[0][1]
+    assert loose.regime is Regime.BATCHED_GEMM and gain > 0
+    wary = Classifier(dataclasses.replace(constants, plain_margin=min(0.99, gain * 1.1)))
+    assert wary.classify(few).regime is Regime.UNIFORM
 
 
 @pytest.mark.parametrize("kind", list(Kind))

@@ -7,7 +7,9 @@ import pytest
 
 from granikv_sglang.core import Regime
 from granikv_sglang.plan import analytic
+from granikv_sglang.plan import fit as fitting
 from granikv_sglang.plan.fit import (
+    CAUTION,
     Point,
     Residuals,
     choose_margin,
@@ -17,6 +19,7 @@ from granikv_sglang.plan.fit import (
     regret,
     worth_having,
 )
+from granikv_sglang.plan.work import is_plain
 from support.passes import H200, SHARED, features_of, planted, points, with_both
 
 
@@ -82,16 +85,46 @@ def test_a_regime_that_is_never_better_gets_no_engine():
     assert worth_having(points(60, true, seed=9), true) == SHARED
 
 
+def flatter(exact, rate):
+    return [Point(p.features, {r: us * (rate if r in SHARED else 1) for r, us in p.us.items()}) for p in exact]
+
+
 def test_the_margin_keeps_choices_from_being_slower_than_uniform():
-    """A model that flatters the shared regime by 8% needs a margin; an exact one needs none."""
+    """A model that flatters the shared regime by 8% needs a margin; an exact one needs none, and takes what is free."""
     true = planted()
-    exact = points(200, true, seed=10, noise=0.0)
-    assert choose_margin(exact, true) == 0.0
-    flattered = [Point(p.features, {r: us * (1.08 if r in SHARED else 1) for r, us in p.us.items()}) for p in exact]
-    margin = choose_margin(flattered, true)
-    assert 0.0 < margin <= 0.12
-    assert regret(flattered, dataclasses.replace(true, margin=margin)).slower <= 0.02
-    assert regret(flattered, dataclasses.replace(true, margin=0.0)).slower > 0.02
+    exact = [p for p in points(200, true, seed=10, noise=0.0) if not is_plain(p.features.shape, H200)]
+    free = choose_margin([(exact, true)], plain=False)
+    assert regret(exact, dataclasses.replace(true, margin=free)).p95 <= CAUTION
+    margin = choose_margin([(flatter(exact, 1.08), true)], plain=False)
+    assert 0.0 < margin <= 0.25
+    assert regret(flatter(exact, 1.08), dataclasses.replace(true, margin=margin)).slower <= 0.02
+    assert regret(flatter(exact, 1.08), dataclasses.replace(true, margin=0.0)).slower > 0.02
+
+
+def test_each_stock_kernel_gets_the_margin_that_its_own_points_ask_for():
+    true = planted()
+    exact = points(400, true, seed=11, noise=0.0)
+    plain = [p for p in exact if is_plain(p.features.shape, H200)]
+    other = [p for p in exact if not is_plain(p.features.shape, H200)]
+    assert plain and other
+    judged = [(flatter(plain, 1.15) + other, true)]
+    own = choose_margin([(other, true)], plain=False)
+    assert choose_margin(judged, plain=False) == own
+    assert choose_margin(judged, plain=True) > own
+    assert choose_margin([(other, true)], plain=True) == true.plain_margin  # nothing to judge by
+
+
+def test_the_margin_is_chosen_on_points_that_were_not_fitted(monkeypatch):
+    seen = []
+    monkeypatch.setattr(fitting, "choose_margin", lambda judged, plain: seen.append(judged) or 0.05)
+    measured = points(60, planted(), seed=12)
+    fit(measured, H200)
+    for judged in seen:
+        assert sorted(id(p) for own, _ in judged for p in own) == sorted(map(id, measured))
+        assert len({c for _, c in judged}) == len(judged) == fitting.FOLDS
+    seen.clear()
+    fit(measured[:20], H200)
+    assert [len(judged) for judged in seen] == [1, 1]
 
 
 def test_regret_counts_only_cells_with_something_to_choose():

@@ -34,7 +34,7 @@ def raw(tmp_path_factory):
 def test_judging_and_drawing(raw, tmp_path, capsys):
     table, out = tmp_path / "table.json", tmp_path / "judged.jsonl"
     points = [p for _, p in points_of(Lines(raw, {"device": DEVICE.name}).timings)]
-    save(table, DEVICE, fit(points[::2], H200), {})
+    save(table, DEVICE, fit(points[::3], H200), {})
     assert examination.main([str(raw), "--judge-only", "--table", str(table), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert f"{len(regret_grid())} cells" in said and "MISSED" not in said and said.count("met") == 3

@@ -78,7 +78,7 @@ def calibrate(lines: Lines, device: Device) -> Result:
     residuals = {r: Residuals.of(errors(held_out, partial, r)) for r in Regime}
     judged = regret(held_out, partial)
     # What is used is fitted on everything: more points can only help, and the check above was of the worse fit.
-    constants = fit(list(points.values()), device.machine, partial)
+    constants = fit(list(points.values()), device.machine)
     if both:
         constants = dataclasses.replace(constants, regimes=(Regime.CASCADE, Regime.BATCHED_GEMM))
     return Result(constants, len(fit_on), len(check_on), residuals, judged)
@@ -117,9 +117,9 @@ def summary(result: Result) -> list[str]:
     for regime, r in result.residuals.items():
         if r.points:
             lines.append(f"  {regime.value:13s} error of predictions: median {r.median:.1%}, 95% below {r.p95:.1%}")
-    j = result.regret
+    j, c = result.regret, result.constants
     lines.append(f"  choices: median {j.median:.1%}, 95% below {j.p95:.1%} off the best, worst {j.worst:.1%}")
-    lines.append(f"  slower than UNIFORM by at most {j.slower:.1%}; margin {result.constants.margin:.0%}")
+    lines.append(f"  slower than UNIFORM by at most {j.slower:.1%}; margins {c.margin:.0%} and {c.plain_margin:.0%}")
     return lines
 
 

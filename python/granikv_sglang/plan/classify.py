@@ -93,14 +93,20 @@ class Classifier:
         if self.forced is not None:
             return Decision(self.forced, Reason.FORCED, costs[-1].bound, predicted)
         reduce_us = all_reduce_us(features.shape, features.rows, self.constants.link)
-        chosen, held = self._choose(names, costs, reduce_us, standing)
+        margin = self.constants.margin_of(features.shape)
+        chosen, held = self._choose(names, costs, reduce_us, margin, standing)
         regime, bound = names[chosen], costs[chosen].bound
         if reduce_us > costs[chosen].us:
             bound = Bound.COMMUNICATION
         return Decision(regime, Reason.NEAR_TIE if held else _reason(regime, bound), bound, predicted)
 
     def _choose(
-        self, names: tuple[Regime, ...], costs: list[Cost], reduce_us: float, standing: Standing | None
+        self,
+        names: tuple[Regime, ...],
+        costs: list[Cost],
+        reduce_us: float,
+        margin: float,
+        standing: Standing | None,
     ) -> tuple[int, bool]:
         """Index of the regime, and whether it only stays because no other is better by enough.
 
@@ -111,7 +117,7 @@ class Classifier:
         for i in range(1, len(costs)):
             if best == 0 or _ahead(costs[i], costs[best], names[i]):
                 best = i
-        uniform, margin = costs[0].us + reduce_us, self.constants.margin
+        uniform = costs[0].us + reduce_us
         fresh = best if costs[best].us + reduce_us < uniform * (1 - margin) else 0
         if standing is None or standing.regime is names[fresh] or standing.regime not in names:
             return fresh, False

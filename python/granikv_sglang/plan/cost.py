@@ -32,7 +32,9 @@ class UniformConstants:
         token_us: arithmetic for one token of one KV head on one unit; it runs beside the loads.
         part_us: of each piece that one request's context is cut into.
         busy_us: more, where the pieces of all requests take most multiprocessors.
-        balance: 0 to 1, how much of the idle time at the end of uneven arithmetic is felt.
+        wave_us: of each round of thread blocks behind the first.
+        spread: 0 to 1, how much of the idle time at the end of uneven work is felt where loads bound it: the
+            multiprocessors that still have work can take part of the others' bandwidth. Arithmetic feels all of it.
     """
 
     launch_us: float
@@ -43,7 +45,8 @@ class UniformConstants:
     token_us: float
     part_us: float
     busy_us: float
-    balance: float
+    wave_us: float
+    spread: float
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class SharedConstants:
     overlap: float
 
 
-FRACTIONS = frozenset({"miss", "balance", "overlap"})
+FRACTIONS = frozenset({"miss", "spread", "overlap"})
 """Constants from 0 to 1; all others are positive."""
 
 
@@ -101,7 +104,8 @@ class Constants:
         machine, uniform, cascade, gemm, link: see there.
         plain: the stock backend where fewer than four query heads share a KV head: FlashInfer then decodes without
             tensor cores.
-        margin: a shared regime must be predicted to be at least this share faster than UNIFORM to be taken.
+        margin, plain_margin: a shared regime must be predicted to be at least this share faster than UNIFORM to be
+            taken; the second where UNIFORM is ``plain``, whose times go in steps that no smooth model follows.
         regimes: shared regimes worth an engine and a graph here.
     """
 
@@ -112,6 +116,7 @@ class Constants:
     gemm: SharedConstants
     link: Link
     margin: float
+    plain_margin: float
     regimes: tuple[Regime, ...]
 
     def of(self, regime: Regime, shape: Shape) -> UniformConstants | SharedConstants:
@@ -121,6 +126,10 @@ class Constants:
     def stock(self, shape: Shape) -> UniformConstants:
         """Those of the stock backend's kernel at these heads."""
         return self.plain if is_plain(shape, self.machine) else self.uniform
+
+    def margin_of(self, shape: Shape) -> float:
+        """What a shared regime must be predicted to gain on UNIFORM at these heads."""
+        return self.plain_margin if is_plain(shape, self.machine) else self.margin
 
     def shared(self, regime: Regime) -> SharedConstants:
         """Those of a shared regime's engine."""
@@ -145,10 +154,22 @@ class Cost(NamedTuple):
 def uniform_cost(work: UniformWork, c: UniformConstants, machine: Machine) -> Cost:
     """Predicted time of the stock backend."""
     missed = c.miss * (1 - 1 / work.streams) if work.streams else 0.0
-    memory = work.first_bytes / c.hbm + work.again_bytes * ((1 - missed) / c.again + missed / c.hbm)
-    compute = work.token_heads * c.token_us / machine.units * (1 + c.balance * work.idle)
+    cold = work.prefix_bytes + missed * (work.read_bytes - work.prefix_bytes)
+    late = 1 + c.spread * work.idle
+    unit = c.token_us / machine.units * (1 + work.idle)
+    first, again, tail = cold / c.hbm * late, work.read_bytes / c.again * late, work.tail_bytes / c.hbm * late
+    products, tail_products = work.prefix_token_heads * unit, work.tail_token_heads * unit
+    if work.pieces >= 2:
+        # Pieces of prefixes and of tails run side by side.
+        memory, compute = _soft_max(first + tail, again), products + tail_products
+        varying = _soft_max(memory, compute)
+    else:
+        # Thread blocks go through their requests in step: all are in a prefix, then all in a tail.
+        memory, compute = _hard_max(first, again) + tail, products + tail_products
+        varying = _hard_max(_hard_max(first, again), products) + _hard_max(tail, tail_products)
     fixed = c.launch_us + work.rows * c.row_us + work.pieces * c.part_us + work.busy * c.busy_us
-    return Cost(fixed + _hard_max(memory, compute), memory, compute, fixed)
+    fixed += work.waves * c.wave_us
+    return Cost(fixed + varying, memory, compute, fixed)
 
 
 def shared_cost(work: SharedWork, c: SharedConstants, machine: Machine) -> Cost:
@@ -202,13 +223,13 @@ def analytic(machine: Machine) -> Constants:
     """Constants for a device nobody has measured: data-sheet orders of magnitude, and the thresholds' experience."""
     if machine.kind is Kind.CPU:
         shared = SharedConstants(40, 60, 6e3, 12e3, 6e4, 0.5, 2.5e3, 0.002, 1, 4e3, 0.1, 0.05)
-        uniform = UniformConstants(20, 100, 2.5e3, 3e3, 0.05, 0.002, 0.1, 1, 0.05)
+        uniform = UniformConstants(20, 100, 2.5e3, 3e3, 0.05, 0.002, 0.1, 1, 1, 0.05)
         both = (Regime.CASCADE, Regime.BATCHED_GEMM)
-        return Constants(machine, uniform, uniform, shared, shared, Link(50, 1e3), 0.05, both)
+        return Constants(machine, uniform, uniform, shared, shared, Link(50, 1e3), 0.05, 0.05, both)
     scale = machine.units / 132
     hbm, again = 4.0e6 * scale, 9e6 * scale
-    uniform = UniformConstants(9, 0.01, hbm, 1.5e7 * scale, 0.2, 8.5e-3, 0.04, 2, 0.5)
-    plain = UniformConstants(9, 0.01, hbm, 1.5e7 * scale, 0.2, 8.5e-3, 0.04, 2, 0.5)
-    gemm = SharedConstants(7, 0.02, hbm, again, 1.4e9 * scale, 4, hbm, 8e-3, 1, 8e6 * scale, 0.12, 0.5)
-    cascade = SharedConstants(22, 0.05, hbm, again, 1e9 * scale, 6, 3e6 * scale, 8e-3, 1, 6e6 * scale, 0.1, 0.05)
-    return Constants(machine, uniform, plain, cascade, gemm, Link(12, 2e5), 0.1, (Regime.BATCHED_GEMM,))
+    uniform = UniformConstants(9, 0.01, hbm, 1.0e7 * scale, 0.2, 7.1e-3, 0.04, 2, 2, 0.3)
+    plain = UniformConstants(9, 0.01, hbm, 1.0e7 * scale, 0.2, 7.1e-3, 0.04, 2, 2, 0.3)
+    gemm = SharedConstants(7, 0.02, hbm, again, 2.2e9 * scale, 4, hbm, 8e-3, 1, 8e6 * scale, 0.12, 0.5)
+    cascade = SharedConstants(22, 0.05, hbm, again, 1.7e9 * scale, 6, 3e6 * scale, 8e-3, 1, 6e6 * scale, 0.1, 0.05)
+    return Constants(machine, uniform, plain, cascade, gemm, Link(12, 2e5), 0.1, 0.1, (Regime.BATCHED_GEMM,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +37,11 @@ MARGINS = tuple(i / 100 for i in (*range(0, 12), *range(12, 42, 2)))
 SLOWER = 0.01
 """How much slower than UNIFORM a choice may be where it was measured."""
 SLOWER_WEIGHT = 5.0
+CAUTION = 0.02
+"""Regret that a larger margin may cost."""
+FOLDS, ENOUGH = 5, 40
+"""The margin is chosen on predictions for points held out of a fit, one of so many parts at a time, where there are
+enough points."""
 WORTH = 0.002
 """What a shared regime must save, on average over the points, to be worth an engine and graphs of its own."""
 
@@ -104,6 +109,23 @@ def fit(points: Sequence[Point], machine: Machine, start: Constants | None = Non
     if not points:
         raise ValueError("nothing was measured")
     base = analytic(machine) if start is None else start
+    found = _fit_engines(points, base, machine)
+    chosen = dataclasses.replace(found, regimes=worth_having(points, found))
+    base = dataclasses.replace(base, regimes=chosen.regimes)
+    folds = range(FOLDS if len(points) >= ENOUGH else 0)
+    held_out = [(points[k::FOLDS], _fit_engines(_without(points, k), base, machine)) for k in folds]
+    held_out = held_out or [(points, chosen)]
+    return dataclasses.replace(
+        chosen, margin=choose_margin(held_out, plain=False), plain_margin=choose_margin(held_out, plain=True)
+    )
+
+
+def _without(points: Sequence[Point], fold: int) -> list[Point]:
+    return [point for i, point in enumerate(points) if i % FOLDS != fold]
+
+
+def _fit_engines(points: Sequence[Point], base: Constants, machine: Machine) -> Constants:
+    """``base`` with the constants of every engine that was measured."""
     found: dict[str, Any] = {}
     for name, regime, plain in (
         ("uniform", Regime.UNIFORM, False),
@@ -115,10 +137,7 @@ def fit(points: Sequence[Point], machine: Machine, start: Constants | None = Non
         if own:
             measured = [(work_of(p.features, machine, regime), p.us[regime]) for p in own]
             found[name] = _fit_one(measured, [nearness(p, regime) for p in own], getattr(base, name), machine)
-    rough = dataclasses.replace(base, machine=machine, **found)
-    regimes = worth_having(points, rough)
-    chosen = dataclasses.replace(rough, regimes=regimes)
-    return dataclasses.replace(chosen, margin=choose_margin(points, chosen))
+    return dataclasses.replace(base, machine=machine, **found)
 
 
 def _is_of(point: Point, plain: bool | None, machine: Machine) -> bool:
@@ -151,19 +170,33 @@ def worth_having(points: Sequence[Point], constants: Constants) -> tuple[Regime,
     return tuple(kept) or (Regime.BATCHED_GEMM,)
 
 
-def choose_margin(points: Sequence[Point], constants: Constants) -> float:
-    """The margin with the least regret; being slower than UNIFORM by more than :data:`SLOWER` counts extra.
+def choose_margin(judged: Sequence[tuple[Sequence[Point], Constants]], plain: bool) -> float:
+    """The largest margin whose regret is as good as the least, for passes whose stock kernel is plain or not.
 
-    It is a cost and not a bar: one disturbed measurement must not drive the margin to where sharing is given up.
+    Args:
+        judged: points, and constants that were not fitted on them.
+        plain: which points to look at.
+
+    Regret counts in the median and the 95th percentile; being slower than UNIFORM by more than :data:`SLOWER` counts
+    extra. That is a cost and not a bar: one disturbed measurement must not drive the margin to where sharing is given
+    up. Within :data:`CAUTION` of the least the largest is taken: what nobody measured may be slower too.
     """
-
-    shared = [p for p in points if p.features.tokens.size]  # elsewhere nothing is to be chosen
+    own = [([p for p in points if _is_of(p, plain, c.machine) and p.features.tokens.size], c) for points, c in judged]
+    if not any(points for points, _ in own):
+        return judged[0][1].plain_margin if plain else judged[0][1].margin
 
     def badness(margin: float) -> float:
-        judged = regret(shared, dataclasses.replace(constants, margin=margin))
-        return judged.median + judged.p95 + SLOWER_WEIGHT * max(0.0, judged.slower - SLOWER)
+        losses, slower = [], 0.0
+        for points, constants in own:
+            wary = dataclasses.replace(constants, margin=margin, plain_margin=margin)
+            for _, loss, over in choices(points, wary):
+                losses.append(loss)
+                slower = max(slower, over)
+        ordered = sorted(losses) or [0.0]
+        return statistics.median(ordered) + quantile(ordered, 0.95) + SLOWER_WEIGHT * max(0.0, slower - SLOWER)
 
-    return min((badness(margin), margin) for margin in MARGINS)[1]
+    found = {margin: badness(margin) for margin in MARGINS}
+    return max(margin for margin in MARGINS if found[margin] <= min(found.values()) + CAUTION)
 
 
 def errors(points: Sequence[Point], constants: Constants, regime: Regime) -> list[float]:
@@ -181,18 +214,23 @@ def measured_regimes(point: Point, constants: Constants) -> tuple[Regime, ...]:
     return tuple(regime for regime in constants.regimes if regime in point.us)
 
 
+def choices(points: Sequence[Point], constants: Constants) -> Iterator[tuple[Regime, float, float]]:
+    """What is chosen at each point, its regret, and how much slower than UNIFORM it is (or less than 0), as shares."""
+    classifier = Classifier(constants)
+    for point in points:
+        if Regime.UNIFORM in point.us and len(point.us) > 1:
+            regime = classifier.classify(point.features, None, measured_regimes(point, constants)).regime
+            taken = point.us[regime]
+            yield regime, taken / min(point.us.values()) - 1, taken / point.us[Regime.UNIFORM] - 1
+
+
 def regret(points: Sequence[Point], constants: Constants) -> Regret:
     """Judge the classifier's choices, none of them held, on measured times."""
-    classifier = Classifier(constants)
     losses, slower, chosen = [], 0.0, dict.fromkeys(Regime, 0)
-    for point in points:
-        if Regime.UNIFORM not in point.us or len(point.us) < 2:
-            continue
-        regime = classifier.classify(point.features, None, measured_regimes(point, constants)).regime
+    for regime, loss, over in choices(points, constants):
         chosen[regime] += 1
-        taken = point.us[regime]
-        losses.append(taken / min(point.us.values()) - 1)
-        slower = max(slower, taken / point.us[Regime.UNIFORM] - 1)
+        losses.append(loss)
+        slower = max(slower, over)
     ordered = sorted(losses) or [0.0]
     return Regret(len(losses), statistics.median(ordered), quantile(ordered, 0.95), ordered[-1], slower, chosen)
 

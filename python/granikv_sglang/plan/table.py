@@ -22,7 +22,7 @@ from granikv_sglang.plan.cost import (
 )
 from granikv_sglang.plan.work import Kind, Machine
 
-FORMAT = 2
+FORMAT = 3
 """Grows when the model's terms change, so that old constants would mean something else."""
 SHIPPED = Path(__file__).parent / "tables"
 COMMAND = "python -m granikv_sglang.calibrate"
@@ -143,6 +143,7 @@ def constants_from_json(value: Mapping[str, Any]) -> Constants:
     """The reverse. Raises ValueError, KeyError or TypeError where a value is missing or out of its range."""
     machine = Machine(Kind(value["machine"]["kind"]), int(value["machine"]["units"]))
     margin = _number("margin", value["margin"], fraction=True)
+    plain_margin = _number("plain_margin", value["plain_margin"], fraction=True)
     regimes = tuple(Regime(name) for name in value["regimes"])
     if not regimes or Regime.UNIFORM in regimes or len(set(regimes)) != len(regimes):
         raise ValueError(f"regimes {value['regimes']!r} are no shared regimes")
@@ -154,6 +155,7 @@ def constants_from_json(value: Mapping[str, Any]) -> Constants:
         gemm=_part(SharedConstants, value["gemm"]),
         link=_part(Link, value["link"]),
         margin=margin,
+        plain_margin=plain_margin,
         regimes=regimes,
     )
 

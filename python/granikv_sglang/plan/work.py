@@ -32,16 +32,24 @@ class Machine:
 
 
 class UniformWork(NamedTuple):
-    """What UNIFORM does, in whole numbers; ``idle`` is the span of uneven work over that of even work, less one."""
+    """What UNIFORM does.
+
+    ``prefix_bytes`` and ``tail_bytes`` are read once, ``read_bytes`` as often as requests read a prefix. ``idle`` is
+    the span of uneven work over that of even work, less one; ``waves`` how many rounds of thread blocks follow the
+    first.
+    """
 
     rows: int
-    first_bytes: int
-    again_bytes: int
+    prefix_bytes: int
+    read_bytes: int
+    tail_bytes: int
     streams: int
-    token_heads: int
+    prefix_token_heads: int
+    tail_token_heads: int
     pieces: float
     busy: float
     idle: float
+    waves: int
 
 
 class SharedWork(NamedTuple):
@@ -66,7 +74,7 @@ class SharedWork(NamedTuple):
 
 Work = UniformWork | SharedWork
 _GEMM, _CPU = Regime.BATCHED_GEMM, Kind.CPU  # looking up an enum's member costs as much as a few products
-SOFTMAX = 1024
+SOFTMAX = 2048
 """What a score's softmax takes on a GPU, in operations of its products: a tile of head size 64 is hardly quicker than
 one of 128."""
 BLOCK = 64
@@ -96,24 +104,26 @@ def uniform_work(f: Features, machine: Machine) -> UniformWork:
     total = f.reads + f.cold
     blocks, places = f.rows * shape.kv_heads, 2 * machine.units
     longest = f.longest + f.cold // max(1, f.rows)
-    pieces, busy = 0.0, 0.0
-    if machine.kind is _CPU:
-        idle = 0.0
-    else:
+    pieces, busy, idle, waves = 0.0, 0.0, 0.0, 0
+    if machine.kind is not _CPU:
         if 0 < blocks <= places:
             pieces = min(longest / PIECE, places / blocks)
         # Where they are few, all else being equal, a layer takes 2 us less on an H200; the step is as steep as this.
         busy = max(0.0, min(1.0, (max(1.0, pieces) * blocks / machine.units - 0.55) / 0.2))
         idle = _idle(blocks, total, longest, f.rows, places)
+        waves = max(0, -(-blocks // places) - 1)
     return UniformWork(
         rows=f.rows,
-        first_bytes=(f.unique + f.cold) * shape.token_bytes,
-        again_bytes=(f.reads - f.unique) * shape.token_bytes,
+        prefix_bytes=f.unique * shape.token_bytes,
+        read_bytes=f.reads * shape.token_bytes,
+        tail_bytes=f.cold * shape.token_bytes,
         streams=int(f.tokens.size),
-        token_heads=total * shape.kv_heads,
+        prefix_token_heads=f.reads * shape.kv_heads,
+        tail_token_heads=f.cold * shape.kv_heads,
         pieces=pieces,
         busy=busy,
         idle=idle,
+        waves=waves,
     )
 
 
@@ -122,14 +132,13 @@ def _idle(blocks: int, total: int, longest: int, rows: int, places: int) -> floa
     if blocks == 0 or total == 0:
         return 0.0
     even = total * blocks / (rows * places)  # tokens a place would have to read
+    alike = 10 * total >= 9 * rows * longest  # all about equally long
     if blocks <= places:
-        if 10 * total >= 9 * rows * longest:  # all about equally long
-            span = longest / (places // blocks)
-        else:
-            span = total / (places * rows / blocks - rows / 2)
+        span = longest / (places // blocks) if alike else total / (places * rows / blocks - rows / 2)
         return max(0.0, min(span, float(longest)) / even - 1)
-    waves = -(-blocks // places)
-    return max(0.0, min(float(waves * longest), even + longest / 2) / even - 1)
+    # What starts together ends together: whole waves. Uneven ones fill each other's gaps.
+    waves = float(-(-blocks // places) * longest)
+    return max(0.0, (waves if alike else min(waves, even + longest / 2)) / even - 1)
 
 
 def tiles_of(f: Features, kind: Kind, height: int) -> Tiles:
@@ -173,21 +182,25 @@ def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
         tiles = _narrow(f, tiles)
     per_row = 4 * shape.head_dim + (0 if machine.kind is _CPU else SOFTMAX)
     token_bytes, kv_heads = shape.token_bytes, shape.kv_heads
-    filled, partials, rounds = 1.0, 0.0, 0.0
+    filled, partials, rounds, cold = 1.0, 0.0, 0.0, f.cold
     if regime is _GEMM and machine.kind is not _CPU and f.tokens.size:
         filled, partials = _pieces(f, tiles, machine)
-        pieces = _tail_pieces(f, machine)
+        pieces, each = _tail_pieces(f, machine)
         partials += pieces
-        rounds = f.rows * pieces * kv_heads / machine.units
+        whole = -(-f.rows * pieces * kv_heads // machine.units)
+        padded = whole * machine.units * each * BLOCK // kv_heads
+        # Shared memory decides how many run side by side: twice as many of head size 64 as of 128.
+        rounds = whole * shape.head_dim / 128
+        cold = max(cold, padded)
     return SharedWork(
         f.tokens.size,
         f.unique * token_bytes,
         (tiles.covered - f.unique) * token_bytes,
         tiles.area * per_row * kv_heads,
         tiles.height * width * per_row * machine.units,
-        f.cold * token_bytes,
-        f.cold * kv_heads,
-        (f.pairs + f.rows) * shape.row_bytes,
+        cold * token_bytes,
+        cold * kv_heads,
+        max(f.pairs + f.rows, round(f.rows * partials)) * shape.row_bytes,
         filled,
         partials,
         rounds,
@@ -211,11 +224,13 @@ def _pieces(f: Features, tiles: Tiles, machine: Machine) -> tuple[float, float]:
     return found
 
 
-def _tail_pieces(f: Features, machine: Machine) -> int:
-    """In how many pieces it cuts one request's private tokens, where all have about as many."""
+def _tail_pieces(f: Features, machine: Machine) -> tuple[int, int]:
+    """In how many pieces it cuts one request's private tokens, where all have about as many, and a piece's tiles."""
     most = -(-f.cold // max(1, TAIL_UNITS * machine.units // f.shape.kv_heads))
     tiles = -(-(f.cold // f.rows) // BLOCK)
-    return -(-tiles // max(-(-most // BLOCK), ceil(sqrt(PART_TILES * tiles))))
+    each = max(-(-most // BLOCK), ceil(sqrt(PART_TILES * tiles)), 1)
+    pieces = -(-tiles // each)
+    return pieces, -(-tiles // max(1, pieces))
 
 
 def _cascade_tile(query_rows: int) -> int:
