@@ -100,9 +100,9 @@ def is_plain(shape: Shape, machine: Machine) -> bool:
 
 def uniform_work(f: Features, machine: Machine) -> UniformWork:
     """Work of the stock backend."""
-    shape = f.shape
+    token_bytes, kv_heads = f.shape.token_bytes, f.shape.kv_heads
     total = f.reads + f.cold
-    blocks, places = f.rows * shape.kv_heads, 2 * machine.units
+    blocks, places = f.rows * kv_heads, 2 * machine.units
     longest = f.longest + f.cold // max(1, f.rows)
     pieces, busy, idle, waves = 0.0, 0.0, 0.0, 0
     if machine.kind is not _CPU:
@@ -112,19 +112,11 @@ def uniform_work(f: Features, machine: Machine) -> UniformWork:
         busy = max(0.0, min(1.0, (max(1.0, pieces) * blocks / machine.units - 0.55) / 0.2))
         idle = _idle(blocks, total, longest, f.rows, places)
         waves = max(0, -(-blocks // places) - 1)
+    # By place: names would take as long as the sums.
     return UniformWork(
-        rows=f.rows,
-        prefix_bytes=f.unique * shape.token_bytes,
-        read_bytes=f.reads * shape.token_bytes,
-        tail_bytes=f.cold * shape.token_bytes,
-        streams=int(f.tokens.size),
-        prefix_token_heads=f.reads * shape.kv_heads,
-        tail_token_heads=f.cold * shape.kv_heads,
-        pieces=pieces,
-        busy=busy,
-        idle=idle,
-        waves=waves,
-    )
+        f.rows, f.unique * token_bytes, f.reads * token_bytes, f.cold * token_bytes, f.tokens.size,
+        f.reads * kv_heads, f.cold * kv_heads, pieces, busy, idle, waves,
+    )  # fmt: skip
 
 
 def _idle(blocks: int, total: int, longest: int, rows: int, places: int) -> float:
