@@ -98,11 +98,7 @@ class Features(NamedTuple):
 
     def grown(self, all_tokens: int) -> Features:
         """The same batch when its contexts have ``all_tokens`` tokens."""
-        cold = _cold(self.rows, all_tokens, self.reads)
-        return Features(*self[:_COLD], cold, self.tiles, self.pieces)
-
-
-_COLD = Features._fields.index("cold")
+        return self._replace(cold=_cold(self.rows, all_tokens, self.reads))
 
 
 def _cold(rows: int, all_tokens: int, reads: int) -> int:
