@@ -1,5 +1,9 @@
 """Prefill over HOT prefixes against plain causal attention of each request over its own tokens."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from granikv_sglang.backends import ExtendBatch, Geometry, build_extend
+from granikv_sglang.backends.extend_flashinfer import TILES
 from granikv_sglang.core import Counters, Reason, Regime, Span
 from granikv_sglang.plan import (
     Classifier,
@@ -34,7 +39,8 @@ def plan_of(paths, min_item_tokens=1):
 
 
 def world(paths, cold, new, heads, kv_heads, dim, device, dtype):
-    """Caches in which every slot nobody owns is NaN, each row's tokens, and the new tokens' q, k and v."""
+    """Caches in which every slot nobody owns is NaN, each row's tokens, and the new tokens' q, k and v, cut out of one
+    tensor as a model's are."""
     generator = torch.Generator().manual_seed(sum(new) + heads)
     lens = [sum(span.length for _, span in path) for path in paths]
     first = 3400
@@ -45,19 +51,23 @@ def world(paths, cold, new, heads, kv_heads, dim, device, dtype):
         rows.append(hot + list(range(at, at + rest + tokens)))
         at += rest + tokens
     total = sum(new)
-    q = torch.randn(total, heads, dim, generator=generator)
-    k, v = (torch.randn(total, kv_heads, dim, generator=generator) for _ in range(2))
+    qkv = torch.randn(total, heads + 2 * kv_heads, dim, generator=generator).to(device, dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
     caches = [torch.full((slots_total, kv_heads, dim), float("nan")) for _ in range(2)]
     cached = sorted({s for row, tokens in zip(rows, new, strict=True) for s in row[: len(row) - tokens]})
     for cache in caches:
-        # What the pass itself writes stays NaN: attention must take the new K and V from its arguments.
         cache[cached] = torch.randn(len(cached), kv_heads, dim, generator=generator)
+    for cache, fresh in zip(caches, (k, v), strict=True):
+        # What the pass itself has written.
+        cache[[s for row, tokens in zip(rows, new, strict=True) for s in row[len(row) - tokens :]]] = (
+            fresh.float().cpu()
+        )
     table = torch.zeros((len(rows) + 1, 2400), dtype=torch.int32)
     for i, row in enumerate(rows):
         table[i + 1, : len(row)] = torch.tensor(row, dtype=torch.int32)
     prefix = [length + rest for length, rest in zip(lens, cold, strict=True)]
     batch = ExtendBatch(table.to(device), torch.arange(1, len(rows) + 1, device=device), prefix, list(new))
-    tensors = [x.to(device, dtype) for x in (q, k, v, *caches)]
+    tensors = [q, k, v, *(cache.to(device, dtype) for cache in caches)]
     return batch, tensors, rows
 
 
@@ -91,15 +101,15 @@ CASES = [
     ([(OTHER,), (TEAM, ROLE, BELOW), (TEAM,), (OTHER,)], [1, 0, 0, 6], [1, 1, 1, 1]),
     ([(ROLE,)], [0], [2]),
     ([(LONG, DEEP), (LONG,), (TEAM,), (LONG, DEEP)], [0, 3, 1, 0], [200, 3, 70, 33]),
+    ([(LONG, DEEP), (LONG,), (), (LONG,)], [0, 3, 8, 0], [300, 3, 20, 257]),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (9, 3)])
-def test_matches_plain_attention(engine_kind, case, heads, kv_heads):
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (6, 6, 64), (9, 3, 64)])
+def test_matches_plain_attention(engine_kind, case, heads, kv_heads, dim):
     name, device, dtype = engine_kind
     paths, cold, new = case
-    dim = 64
     batch, tensors, rows = world(paths, cold, new, heads, kv_heads, dim, device, dtype)
     engine = build_extend(name, Geometry(heads, kv_heads, dim, dtype, torch.device(device)))
     engine.prepare(plan_of(paths), batch)
@@ -125,6 +135,18 @@ def test_a_padded_pass_and_a_pass_after_another_on_the_gpu():
         out = engine.run(*padded, *tensors[3:], 0.1).double().cpu()
         assert out.shape[0] == sum(new) + 5
         assert ((out[: sum(new)] - wanted).pow(2).mean() / wanted.pow(2).mean()).sqrt() < 8e-3
+
+
+def test_dense_reads_are_multiples_of_flashinfers_tile():
+    """As its header has them: a FlashInfer with other tiles must not go unnoticed."""
+    flashinfer = importlib.util.find_spec("flashinfer").submodule_search_locations[0]
+    header = Path(flashinfer, "data/include/flashinfer/attention/hopper/prefill_sm90.cuh").read_text()
+    same = header[header.index("getCTATileSize() {") :]
+    same = same[: same.index("static_assert(HEAD_DIM_QK == 192")]
+    tiles = [tuple(map(int, pair)) for pair in re.findall(r"make_tuple\((\d+), (\d+)\)", same)]
+    assert re.findall(r"HEAD_DIM_QK == (\d+)\)", same) == ["64", "128"]
+    assert tiles == [(192, TILES[64]), (128, 128), (128, TILES[128]), (128, TILES[256])]  # (128, 128) is the causal one
+    assert all(384 % tile == 0 for tile in TILES.values())
 
 
 @settings(max_examples=60, deadline=None)

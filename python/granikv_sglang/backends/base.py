@@ -106,6 +106,7 @@ class PrefixExtend(Protocol):
         """Attention of one layer.
 
         ``q [tokens, q_heads, d]`` and the new ``k, v [tokens, kv_heads, d]`` of the pass, the tokens of a row side by
-        side; caches ``[slots, kv_heads, d]``. Causal among a row's new tokens. Shaped as q again.
+        side; caches ``[slots, kv_heads, d]``, which hold the new ones too. All but the last dimension may be strided.
+        Causal among a row's new tokens. Shaped as q again.
         """
         ...

@@ -3,6 +3,7 @@
 Stock SGLang reads a cached prefix slot by slot (pages of one token, FlashAttention-2 code) for every request. A HOT
 stretch is contiguous, so FlashInfer's ragged kernel (FlashAttention-3 on Hopper) takes it as it lies. Three parts,
 merged by log-sum-exp (Ye et al. 2025): the new tokens among themselves, the HOT stretches, and what is cached but COLD.
+Where every request brings few tokens, the first and the last are one: a merge and a launch less.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ from granikv_sglang.plan import Plan, cold_part, levels_of, token_offsets
 WORKSPACE_BYTES = 128 << 20
 """FlashInfer's recommended scratch space; all wrappers here run one after the other and share one."""
 
-DENSE_GRANULE = 384
-"""Slots that a dense read is a multiple of. FlashInfer 0.6.15 loads K and V in tiles of 64, 128 or 192 slots on Hopper;
-a tile across the end of a stretch would bring in slots of others, and their weight 0 times NaN is NaN."""
+TILES = {64: 128, 128: 192, 256: 64}
+"""Slots, by head size, of a tile in which FlashInfer's ragged kernel loads K and V on Hopper (``getCTATileSize``, not
+causal). A dense read is a multiple of it: a tile across the end of a stretch would bring in slots of others, and their
+weight 0 times NaN is NaN. The rest of a stretch counts as COLD."""
+
+FEW = 256
+"""New tokens of a request up to which they go with what is COLD, through FlashAttention-2: the new ones alone would
+not fill FlashAttention-3's tiles either."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,14 @@ class FlashInferExtend:
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
+        self._tile = TILES.get(geometry.head_dim, 384)  # 384 is a multiple of all
         self._scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=geometry.device)
         self._own = self._ragged()
         self._spare: list[BatchPrefillWithRaggedKVCacheWrapper] = []
         # FlashAttention-2 as stock uses it: few tokens are cached and COLD where most are HOT.
         self._cold = BatchPrefillWithPagedKVCacheWrapper(self._scratch, "NHD", backend="fa2")
         self._hot: list[_Hot] = []
-        self._has_cold = False
+        self._has_cold, self._together = False, False
         self._tokens = 0
         self._copied = torch.cuda.Event()
 
@@ -67,16 +74,17 @@ class FlashInferExtend:
         offsets = token_offsets(batch.extend_lens)
         self._tokens = int(offsets[-1])
         indptr = _pinned(offsets)
-        self._plan_ragged(self._own, indptr, indptr, causal=True)
+        self._plan_cold(plan, batch, indptr)
+        if not self._together:
+            self._plan_ragged(self._own, indptr, indptr, causal=True)
         self._hot = []
-        levels = levels_of(plan.items, offsets, DENSE_GRANULE)
+        levels = levels_of(plan.items, offsets, self._tile)
         while len(self._spare) < len(levels):
             self._spare.append(self._ragged())
         for wrapper, level in zip(self._spare, levels, strict=False):
             self._plan_ragged(wrapper, _pinned(level.qo_indptr), _pinned(level.kv_indptr), causal=False)
             where = level.run_of(self._tokens)
             self._hot.append(_Hot(wrapper, self._upload(level.tokens) if where is None else where))
-        self._plan_cold(plan, batch, indptr)
         self._copied.record()
 
     def _plan_ragged(
@@ -88,17 +96,22 @@ class FlashInferExtend:
         )
 
     def _plan_cold(self, plan: Plan, batch: ExtendBatch, indptr: torch.Tensor) -> None:
-        cold = cold_part(plan.items, batch.prefix_lens, DENSE_GRANULE)
+        cold = cold_part(plan.items, batch.prefix_lens, self._tile)
         self._has_cold = not cold.empty
+        self._together = self._has_cold and max(batch.extend_lens) <= FEW
         if cold.empty:
             return
+        if self._together:
+            # New tokens are positions that no item covers, and a row's last ones.
+            ends = [a + b for a, b in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+            cold = cold_part(plan.items, ends, self._tile)
         g = self._geometry
         rows = batch.req_pool_indices[self._upload(cold.rows)]
         slots = batch.req_to_token[rows, self._upload(cold.positions)]
         ones = torch.ones(len(batch.extend_lens), dtype=torch.int32, pin_memory=True)
         self._cold.plan(
             indptr, _pinned(cold.kv_indptr), slots, ones, g.q_heads, g.kv_heads, g.head_dim, 1,
-            q_data_type=g.dtype, kv_data_type=g.dtype,
+            causal=self._together, q_data_type=g.dtype, kv_data_type=g.dtype,
         )  # fmt: skip
 
     def _upload(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
@@ -113,11 +126,14 @@ class FlashInferExtend:
         v_cache: torch.Tensor,
         sm_scale: float,
     ) -> torch.Tensor:
-        q, kv = q.contiguous(), (k_cache.unsqueeze(1), v_cache.unsqueeze(1))
-        new = q[: self._tokens]
-        out, lse = self._own.forward_return_lse(new, k[: self._tokens], v[: self._tokens], True, sm_scale=sm_scale)
-        if self._has_cold:
-            merge_state_in_place(out, lse, *self._cold.forward_return_lse(new, kv, sm_scale=sm_scale))
+        # A slice of the model's QKV as it is: the kernels take strides, a copy takes longer than the new tokens do.
+        new, kv = q[: self._tokens], (k_cache.unsqueeze(1), v_cache.unsqueeze(1))
+        if self._together:
+            out, lse = self._cold.forward_return_lse(new, kv, True, sm_scale=sm_scale)
+        else:
+            out, lse = self._own.forward_return_lse(new, k[: self._tokens], v[: self._tokens], True, sm_scale=sm_scale)
+            if self._has_cold:
+                merge_state_in_place(out, lse, *self._cold.forward_return_lse(new, kv, sm_scale=sm_scale))
         for hot in self._hot:
             part, part_lse = hot.wrapper.forward_return_lse(q[hot.where], k_cache, v_cache, sm_scale=sm_scale)
             if isinstance(hot.where, slice):
