@@ -191,6 +191,23 @@ def test_a_run_of_tokens_needs_no_gather():
     assert levels_of(items[:1], token_offsets([2, 1, 3, 1]))[0].run_of(7) is None
 
 
+def test_a_level_out_of_order_is_cut_into_runs_where_few_will_do():
+    """Stretches lie in the arena as they were promoted, requests in the batch as they came."""
+    spans = [(n, Span(1000 * n, 100)) for n in range(8)]
+
+    def starts(order, sizes):
+        items = build_items([(spans[n],) for n in order for _ in range(2)], min_members=1)
+        total = int(token_offsets(sizes)[-1])
+        parts = levels_of(items, token_offsets(sizes))
+        runs = [part.run_of(total) for part in parts]
+        assert all(run is None for run in runs) or (len(runs) > 1 and None not in runs)
+        return [run.start for run in runs if run is not None]
+
+    assert starts([4, 5, 1, 2], [3] * 8) == [0, 12]
+    assert starts([3, 2, 1, 0], [3] * 8) == [0, 6, 12, 18]
+    assert starts([4, 3, 2, 1, 0], [3] * 10) == []  # five launches would cost more than gathering does
+
+
 def test_the_planner_takes_a_prefill_where_it_pays_and_says_why():
     def planner(kind, forced=None):
         return Planner(

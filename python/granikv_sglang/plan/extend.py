@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Level:
-    """Items of one depth of the forest: a token of the pass is in at most one of them.
+    """Items of one depth of the forest, or some of them: a token of the pass is in at most one.
 
     The caches seen as one ragged batch: segment s holds slots ``kv_indptr[s] .. kv_indptr[s + 1]`` and is read by the
     tokens ``qo_indptr[s] .. qo_indptr[s + 1]`` of the gathered order; what lies between two items is a segment that
@@ -36,6 +36,10 @@ class Level:
         if count <= total - first and np.array_equal(self.tokens, np.arange(first, first + count, dtype=np.int32)):
             return slice(first, first + count)
         return None
+
+
+MOST_RUNS = 4
+"""Parts that a level is cut into so that no query has to be gathered; each is a launch of its own."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,29 @@ def levels_of(items: Sequence[Item], offsets: Ints, granule: int = 1) -> list[Le
             level = int(depth[rows].max())
             depth[rows] = level + 1
             by_level.setdefault(level, []).append(item)
-    return [_level(by_level[level], offsets, granule) for level in sorted(by_level)]
+    return [part for level in sorted(by_level) for part in _parts(by_level[level], offsets, granule)]
+
+
+def _parts(items: Sequence[Item], offsets: Ints, granule: int) -> list[Level]:
+    """One level, in the batch's order where that leaves few parts in which the stretches ascend, as a ragged batch's
+    must. Its tokens are runs of the pass then, which need no gathering."""
+    runs: list[list[Item]] = []
+    for item in sorted(items, key=lambda i: i.rows[0]):
+        if runs and runs[-1][-1].start < item.start and runs[-1][-1].rows[-1] + 1 == item.rows[0]:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    if len(runs) <= MOST_RUNS:
+        parts = [_level(run, offsets, granule) for run in runs]
+        if all(part.run_of(int(offsets[-1])) is not None for part in parts):
+            return parts
+    return [_level(sorted(items, key=lambda i: i.start), offsets, granule)]
 
 
 def _level(items: Sequence[Item], offsets: Ints, granule: int) -> Level:
     qo, kv = [0], [0]
     tokens: list[Ints] = []
-    for item in sorted(items, key=lambda i: i.start):
+    for item in items:
         if item.start > kv[-1]:
             qo.append(qo[-1])
             kv.append(item.start)
