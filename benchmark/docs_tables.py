@@ -32,7 +32,7 @@ WITHOUT_HOOK: Mapping[str, str] = {
     "after_cached_tokens": "Serving would be right, but `usage` would not say how many cached tokens were HOT.",
     "before_generate_request": "An extra key could spell the namespace of another tenant or adapter.",
     "around_batched": "Serving would be right; a batch of prompts given as token ids would begin later, as in stock.",
-    "around_send": "Serving would be right; such a batch would be sent one by one, and its first prefill be one request.",
+    "around_send": "Serving would be right; such a batch would be sent one by one, its first prefill one request.",
     "around_tokenized": "One request with a token id outside the vocabulary would end the server, as in stock.",
     "around_extra_key": "An extra key could spell another tenant's cache salt.",
     "after_internal_state": "Serving would be right, but nobody could see what HOT does.",
