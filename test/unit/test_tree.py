@@ -1,11 +1,14 @@
 """GraniRadixCache on chosen schedules: what the property test hits by chance is pinned down here."""
 
 from array import array
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from granikv_sglang.core import AuditError, Decline, Span
+from granikv_sglang.plugin import promoter
 from granikv_sglang.tree.radix import EVICT_AHEAD_SHARE
 from support.world import World
 
@@ -211,3 +214,44 @@ def test_the_audit_notices(fault):
         world.rows.req_to_token[reqs[0].req_pool_idx, 3] += 1
     with pytest.raises(AuditError):
         world.check()
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses what waits for a device: reading a value, and shapes that depend on values."""
+
+    WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.unique", "aten._unique2")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not str(func).startswith(self.WAITS), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_promotion_does_not_wait_for_the_pass_in_flight(monkeypatch):
+    """What runs on the forward stream only launches; free slots are read before, on the scheduler's stream."""
+    entered = []
+
+    @contextmanager
+    def forward_stream(_scheduler):
+        entered.append(True)
+        with NoReading():
+            yield
+
+    monkeypatch.setattr(promoter, "_forward_stream", forward_stream)
+    world = World()
+    reqs = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2, 3)]
+    world.promote()
+    world.check()
+    assert entered and world.counters.promotions == 1
+    assert [len(world.tree.hot_path(r.last_node)) for r in reqs] == [1] * 3
+    with pytest.raises(AssertionError, match="waits"), NoReading():
+        world.allocator.alloc_run(10, 1)
+
+
+def test_no_room_is_found_before_anything_is_put_on_the_forward_stream(monkeypatch):
+    monkeypatch.setattr(promoter, "_forward_stream", lambda _: pytest.fail("nothing is to be copied"))
+    world = World()
+    _ = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
+    monkeypatch.setattr(world.tree, "reserve", lambda _tokens: None)
+    world.promote()
+    world.check()
+    assert world.counters.declines[Decline.NO_ROOM] == 1 and world.counters.promotions == 0

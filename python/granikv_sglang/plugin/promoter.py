@@ -86,16 +86,24 @@ class Promoter:
             return
         deepest = segment.node_ids[-1]
         holder = next(req for req in reqs if any(node.id == deepest for node in self._tree.upwards(req.last_node)))
+        # Reserved here and not on the forward stream: to read the free slots there is to wait for the pass in flight.
+        start = self._tree.reserve(segment.tokens)
+        if start is None:
+            self._turned_down(segment, Decline.NO_ROOM)
+            return
         with _forward_stream(scheduler):
-            outcome = self._tree.promote(segment, holder.last_node, self._copy_on_all_ranks)
+            outcome = self._tree.promote(segment, holder.last_node, self._copy_on_all_ranks, start)
             if isinstance(outcome, Decline):
-                self._decline(segment.node_ids[0], outcome)
-                self._note(f"declined {outcome.value}", segment.tokens)
+                self._turned_down(segment, outcome)
                 return
             offset, old, new = outcome
-            self._note("promoted", offset, segment.tokens, int(new[0]))
+            self._note("promoted", offset, segment.tokens, start)
             self._swing(reqs, segment, offset, new)
         self._tree.allocator.free(old)
+
+    def _turned_down(self, segment: Segment, reason: Decline) -> None:
+        self._decline(segment.node_ids[0], reason)
+        self._note(f"declined {reason.value}", segment.tokens)
 
     def _copy_on_all_ranks(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy, and raise where any rank's copy failed: the ranks' slots stay the same."""
@@ -125,12 +133,12 @@ class Promoter:
 
     def _swing(self, reqs: list[Any], segment: Segment, offset: int, new: torch.Tensor) -> None:
         req_to_token = self._tree.req_to_token_pool.req_to_token
-        wanted = set(segment.node_ids)
+        wanted, as_in_row = set(segment.node_ids), new.to(req_to_token.dtype)
         for req in reqs:
             held = sum(len(node.key) for node in self._tree.upwards(req.last_node) if node.id in wanted)
             if held == 0:
                 continue
-            req_to_token[req.req_pool_idx, offset : offset + held] = new[:held].to(req_to_token.dtype)
+            req_to_token[req.req_pool_idx, offset : offset + held] = as_in_row[:held]
             cached = req.prefix_indices
             if len(cached) > offset:
                 upto = min(len(cached), offset + held)

@@ -166,15 +166,26 @@ class GraniRadixCache(LeanRadixCache):
 
     # -- promotion -----------------------------------------------------------------------------------------------------
 
+    def reserve(self, tokens: int) -> int | None:
+        """First slot of a free run for an extent, taken out of the free ones; None where even eviction makes no room.
+
+        Reads the free slots to the host, so it waits for the stream in force: call it on one that is not computing.
+        """
+        start = self.allocator.alloc_run(tokens, EXTENT_ALIGN)
+        if start is None and self._make_room(tokens):
+            start = self.allocator.alloc_run(tokens, EXTENT_ALIGN)
+        return start
+
     def promote(
-        self, segment: Segment, last_node: TreeNode, copy: CopySlots
+        self, segment: Segment, last_node: TreeNode, copy: CopySlots, start: int | None = None
     ) -> tuple[int, torch.Tensor, torch.Tensor] | Decline:
-        """Copy a COLD segment into one extent and swing its nodes there.
+        """Copy a COLD segment into one extent and swing its nodes there. Does not wait for the device.
 
         Args:
             segment: nodes to promote, from the policy; the segment's parent is HOT or the root.
             last_node: any node at or below the segment's last one, to find the nodes by.
             copy: moves the KV of all layers.
+            start: where to, from :meth:`reserve`; default: reserve here.
 
         Returns:
             ``(offset, old, new)``: the tokens before the segment on its root path, and the int64 slot ids before and
@@ -182,9 +193,7 @@ class GraniRadixCache(LeanRadixCache):
             declined; nothing has changed then.
         """
         nodes = self._segment_nodes(segment, last_node)
-        start = self.allocator.alloc_run(segment.tokens, EXTENT_ALIGN)
-        if start is None and self._make_room(segment.tokens):
-            start = self.allocator.alloc_run(segment.tokens, EXTENT_ALIGN)
+        start = self.reserve(segment.tokens) if start is None else start
         if start is None:
             return Decline.NO_ROOM
         new = torch.arange(start, start + segment.tokens, dtype=torch.int64, device=self.device)
