@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import textwrap
@@ -266,5 +267,18 @@ def test_a_server_that_never_serves_is_given_up_and_stopped(monkeypatch: pytest.
         server.poll_ready()
 
 
-def test_free_ports_are_all_different() -> None:
-    assert len(set(process.free_ports(20))) == 20
+def test_free_ports_are_all_different_and_none_that_the_kernel_hands_out() -> None:
+    found = process.free_ports(20)
+    assert len(set(found)) == 20
+    with socket.socket() as asks_for_none:
+        asks_for_none.bind((process.HOST, 0))
+        assert max(found) < asks_for_none.getsockname()[1]
+
+
+def test_a_port_somebody_listens_on_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind((process.HOST, process.free_ports(1)[0]))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(process, "_OWN_PORTS", range(port, port + 40))
+        assert port not in process.free_ports(5)

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -37,13 +38,33 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on at this moment, all different."""
+    """Ports nobody listens on at this moment, all different.
+
+    Not those that the kernel hands out by itself: a server listens only once its model is loaded, and by then one of
+    the sockets that it has opened itself may have got the port.
+    """
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        # All are held until the last is found: a port given back at once may be handed out again.
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        # All are held until the last is found: a port given back at once may be found again.
+        for port in random.sample(_OWN_PORTS, len(_OWN_PORTS)):
+            if len(found) == count:
+                break
+            probe = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind((HOST, port))
+                found.append(port)
+    return found
+
+
+def _first_handed_out() -> int:
+    """The lowest port that the kernel gives to sockets which ask for none; Linux's default where it cannot be read."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768
+
+
+_OWN_PORTS = range(10000, max(11000, min(32768, _first_handed_out())))
 
 
 class Server:
