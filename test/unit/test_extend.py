@@ -59,9 +59,8 @@ def world(paths, cold, new, heads, kv_heads, dim, device, dtype):
         cache[cached] = torch.randn(len(cached), kv_heads, dim, generator=generator)
     for cache, fresh in zip(caches, (k, v), strict=True):
         # What the pass itself has written.
-        cache[[s for row, tokens in zip(rows, new, strict=True) for s in row[len(row) - tokens :]]] = (
-            fresh.float().cpu()
-        )
+        written = [s for row, tokens in zip(rows, new, strict=True) for s in row[len(row) - tokens :]]
+        cache[written] = fresh.float().cpu()
     table = torch.zeros((len(rows) + 1, 2400), dtype=torch.int32)
     for i, row in enumerate(rows):
         table[i + 1, : len(row)] = torch.tensor(row, dtype=torch.int32)

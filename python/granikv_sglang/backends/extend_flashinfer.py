@@ -96,15 +96,14 @@ class FlashInferExtend:
         )
 
     def _plan_cold(self, plan: Plan, batch: ExtendBatch, indptr: torch.Tensor) -> None:
-        cold = cold_part(plan.items, batch.prefix_lens, self._tile)
-        self._has_cold = not cold.empty
-        self._together = self._has_cold and max(batch.extend_lens) <= FEW
-        if cold.empty:
+        few = max(batch.extend_lens) <= FEW
+        # New tokens are positions that no item covers, and a row's last ones.
+        ends = [a + b for a, b in zip(batch.prefix_lens, batch.extend_lens, strict=True)] if few else batch.prefix_lens
+        cold = cold_part(plan.items, ends, self._tile)
+        self._has_cold = cold.rows.size > (self._tokens if few else 0)
+        self._together = self._has_cold and few
+        if not self._has_cold:
             return
-        if self._together:
-            # New tokens are positions that no item covers, and a row's last ones.
-            ends = [a + b for a, b in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-            cold = cold_part(plan.items, ends, self._tile)
         g = self._geometry
         rows = batch.req_pool_indices[self._upload(cold.rows)]
         slots = batch.req_to_token[rows, self._upload(cold.positions)]

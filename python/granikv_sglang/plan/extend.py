@@ -55,10 +55,6 @@ class ColdPart:
     rows: Ints
     positions: Ints
 
-    @property
-    def empty(self) -> bool:
-        return self.rows.size == 0
-
 
 def token_offsets(extend_lens: Sequence[int]) -> Ints:
     """int32 ``[rows + 1]``: where each row's new tokens start in the pass."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, starmap
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,15 +101,15 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def fit(points: Sequence[Point], machine: Machine, start: Constants | None = None) -> Constants:
-    """Constants for ``points``; regimes without a point keep those of ``start`` (default: analytic).
+def fit(points: Sequence[Point], machine: Machine) -> Constants:
+    """Constants for ``points``; regimes without a point keep the analytic ones.
 
     Levenberg-Marquardt on the logarithm of predicted over measured time, in the logarithm (fractions: the logit) of the
     constants, so that none can leave its range. Raises ValueError where nothing was measured.
     """
     if not points:
         raise ValueError("nothing was measured")
-    base = analytic(machine) if start is None else start
+    base = analytic(machine)
     found = _fit_engines(points, base, machine)
     chosen = dataclasses.replace(found, regimes=worth_having(points, found))
     base = dataclasses.replace(base, regimes=chosen.regimes)
@@ -186,14 +187,9 @@ def choose_margin(judged: Sequence[tuple[Sequence[Point], Constants]], plain: bo
         return judged[0][1].plain_margin if plain else judged[0][1].margin
 
     def badness(margin: float) -> float:
-        losses, slower = [], 0.0
-        for points, constants in own:
-            wary = dataclasses.replace(constants, margin=margin, plain_margin=margin)
-            for _, loss, over in choices(points, wary):
-                losses.append(loss)
-                slower = max(slower, over)
-        ordered = sorted(losses) or [0.0]
-        return statistics.median(ordered) + quantile(ordered, 0.95) + SLOWER_WEIGHT * max(0.0, slower - SLOWER)
+        wary = [(points, dataclasses.replace(c, margin=margin, plain_margin=margin)) for points, c in own]
+        found = _judge(chain.from_iterable(starmap(choices, wary)))
+        return found.median + found.p95 + SLOWER_WEIGHT * max(0.0, found.slower - SLOWER)
 
     found = {margin: badness(margin) for margin in MARGINS}
     return max(margin for margin in MARGINS if found[margin] <= min(found.values()) + CAUTION)
@@ -226,8 +222,12 @@ def choices(points: Sequence[Point], constants: Constants) -> Iterator[tuple[Reg
 
 def regret(points: Sequence[Point], constants: Constants) -> Regret:
     """Judge the classifier's choices, none of them held, on measured times."""
+    return _judge(choices(points, constants))
+
+
+def _judge(made: Iterable[tuple[Regime, float, float]]) -> Regret:
     losses, slower, chosen = [], 0.0, dict.fromkeys(Regime, 0)
-    for regime, loss, over in choices(points, constants):
+    for regime, loss, over in made:
         chosen[regime] += 1
         losses.append(loss)
         slower = max(slower, over)

@@ -220,9 +220,8 @@ def _tail_pieces(f: Features, machine: Machine) -> tuple[int, int]:
     """In how many pieces it cuts one request's private tokens, where all have about as many, and a piece's tiles."""
     most = -(-f.cold // max(1, TAIL_UNITS * machine.units // f.shape.kv_heads))
     tiles = -(-(f.cold // f.rows) // BLOCK)
-    each = max(-(-most // BLOCK), ceil(sqrt(PART_TILES * tiles)), 1)
-    pieces = -(-tiles // each)
-    return pieces, -(-tiles // max(1, pieces))
+    pieces = -(-tiles // max(-(-most // BLOCK), ceil(sqrt(PART_TILES * tiles))))
+    return pieces, -(-tiles // pieces)
 
 
 def _cascade_tile(query_rows: int) -> int:

@@ -177,7 +177,7 @@ class GraniRadixCache(LeanRadixCache):
         return start
 
     def promote(
-        self, segment: Segment, last_node: TreeNode, copy: CopySlots, start: int | None = None
+        self, segment: Segment, last_node: TreeNode, copy: CopySlots, start: int
     ) -> tuple[int, torch.Tensor, torch.Tensor] | Decline:
         """Copy a COLD segment into one extent and swing its nodes there. Does not wait for the device.
 
@@ -185,7 +185,7 @@ class GraniRadixCache(LeanRadixCache):
             segment: nodes to promote, from the policy; the segment's parent is HOT or the root.
             last_node: any node at or below the segment's last one, to find the nodes by.
             copy: moves the KV of all layers.
-            start: where to, from :meth:`reserve`; default: reserve here.
+            start: first slot of the run, from :meth:`reserve`.
 
         Returns:
             ``(offset, old, new)``: the tokens before the segment on its root path, and the int64 slot ids before and
@@ -193,9 +193,6 @@ class GraniRadixCache(LeanRadixCache):
             declined; nothing has changed then.
         """
         nodes = self._segment_nodes(segment, last_node)
-        start = self.reserve(segment.tokens) if start is None else start
-        if start is None:
-            return Decline.NO_ROOM
         new = torch.arange(start, start + segment.tokens, dtype=torch.int64, device=self.device)
         old = torch.cat([node.value for node in nodes])
         try:
