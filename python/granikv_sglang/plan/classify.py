@@ -83,13 +83,13 @@ class Classifier:
             standing: what the passes before it had.
             regimes: shared regimes whose engines hold the plan; default: all of :meth:`regimes`.
         """
-        if not features.tokens.size:
+        if not features.tokens:
             return Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)
         names = (_UNIFORM, *(self.regimes() if regimes is None else regimes))
         if len(names) == 1 and self.forced is not _UNIFORM:
             return Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
         costs = predict(features, self.constants, names[1:])
-        predicted = tuple(zip(names, [cost.us for cost in costs], strict=True))
+        predicted = tuple([(name, cost.us) for name, cost in zip(names, costs, strict=True)])
         if self.forced is not None:
             return Decision(self.forced, Reason.FORCED, costs[-1].bound, predicted)
         reduce_us = all_reduce_us(features.shape, features.rows, self.constants.link)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from granikv_sglang.core import Regime
 from granikv_sglang.plan.base import Item
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -43,16 +39,21 @@ class Shape:
         return self.q_heads * self.head_dim * self.element
 
 
-class Tiles(NamedTuple):
-    """Shared stretches cut into tiles of ``height`` query rows by 64 slots.
+class Counted(NamedTuple):
+    """What a shared regime's engine does with the shared stretches, whatever the private tails are.
 
-    ``area`` is query rows times slots of all tiles, padding included; ``covered`` is tokens of each stretch times the
-    tiles of query rows that read it.
+    Attributes:
+        again_bytes: K and V bytes that further tiles of query rows read again.
+        operations: of all tiles of query rows by slots, padding included; ``tile_operations`` of one tile on each unit.
+        filled: the share of the multiprocessors that the stretches keep busy.
+        partials: how many partial results of stretches a request's merge reads in turn.
     """
 
-    height: int
-    area: int
-    covered: int
+    again_bytes: int
+    operations: int
+    tile_operations: int
+    filled: float
+    partials: float
 
 
 class Features(NamedTuple):
@@ -61,44 +62,42 @@ class Features(NamedTuple):
     Attributes:
         shape: the attention layer.
         rows: requests in the batch.
-        tokens, members: int64 ``[items]``, tokens of each shared stretch and the requests that share it.
+        tokens, members: tokens of each shared stretch, and the requests that share it. Lists: at the sizes of a batch
+            they take less time than numpy's arrays, and add up exactly.
         most: most members.
         unique, reads, pairs: sums of the tokens, of tokens times members, and of the members.
         longest: most shared tokens that one request has.
         cold: tokens of all requests that lie in no shared stretch.
-        tiles, pieces: what :mod:`work` has counted of these stretches, by height; kept while membership stands.
+        counted: what :mod:`work` has counted of these stretches for each shared regime; kept while membership stands.
     """
 
     shape: Shape
     rows: int
-    tokens: Ints
-    members: Ints
+    tokens: list[int]
+    members: list[int]
     most: int
     unique: int
     reads: int
     pairs: int
     longest: int
     cold: int
-    tiles: dict[int, Tiles]
-    pieces: dict[int, tuple[float, float]]
+    counted: dict[Regime, Counted]
 
     @staticmethod
     def of(items: Sequence[Item], longest: int, rows: int, shape: Shape, all_tokens: int) -> Features:
         """Features of a batch of ``rows`` requests with ``all_tokens`` tokens in their contexts."""
         tokens = [item.tokens for item in items]
         members = [len(item.rows) for item in items]
-        # Packed by the array module, in half the time that numpy takes for a list, and both at once.
-        both = np.frombuffer(array("q", tokens + members), np.int64)
-        token_array, member_array = both[: len(tokens)], both[len(tokens) :]
-        reads = int(token_array.dot(member_array))
+        reads = sum(map(mul, tokens, members))
         return Features(
-            shape, rows, token_array, member_array, max(members, default=0), sum(tokens), reads, sum(members), longest,
-            _cold(rows, all_tokens, reads), {}, {},
+            shape, rows, tokens, members, max(members, default=0), sum(tokens), reads, sum(members), longest,
+            _cold(rows, all_tokens, reads), {},
         )  # fmt: skip
 
     def grown(self, all_tokens: int) -> Features:
         """The same batch when its contexts have ``all_tokens`` tokens."""
-        return self._replace(cold=_cold(self.rows, all_tokens, self.reads))
+        # By place, in a third of the time that ``_replace`` takes.
+        return Features(*self[:-2], _cold(self.rows, all_tokens, self.reads), self.counted)
 
 
 def _cold(rows: int, all_tokens: int, reads: int) -> int:

@@ -144,7 +144,7 @@ def _fit_engines(points: Sequence[Point], base: Constants, machine: Machine) -> 
 def _is_of(point: Point, plain: bool | None, machine: Machine) -> bool:
     """Whether a point tells of the stock backend's plain or other kernel; with None, of an engine that shares."""
     if plain is None:
-        return bool(point.features.tokens.size)
+        return bool(point.features.tokens)
     return is_plain(point.features.shape, machine) is plain
 
 
@@ -182,7 +182,7 @@ def choose_margin(judged: Sequence[tuple[Sequence[Point], Constants]], plain: bo
     extra. That is a cost and not a bar: one disturbed measurement must not drive the margin to where sharing is given
     up. Within :data:`CAUTION` of the least the largest is taken: what nobody measured may be slower too.
     """
-    own = [([p for p in points if _is_of(p, plain, c.machine) and p.features.tokens.size], c) for points, c in judged]
+    own = [([p for p in points if _is_of(p, plain, c.machine) and p.features.tokens], c) for points, c in judged]
     if not any(points for points, _ in own):
         return judged[0][1].plain_margin if plain else judged[0][1].margin
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, sqrt
+from operator import mul
 from typing import NamedTuple
 
-import numpy as np
-
 from granikv_sglang.core import Regime
-from granikv_sglang.plan.features import Features, Shape, Tiles
+from granikv_sglang.plan.features import Counted, Features, Shape
 
 
 class Kind(StrEnum):
@@ -114,7 +113,7 @@ def uniform_work(f: Features, machine: Machine) -> UniformWork:
         waves = max(0, -(-blocks // places) - 1)
     # By place: names would take as long as the sums.
     return UniformWork(
-        f.rows, f.unique * token_bytes, f.reads * token_bytes, f.cold * token_bytes, f.tokens.size,
+        f.rows, f.unique * token_bytes, f.reads * token_bytes, f.cold * token_bytes, len(f.tokens),
         f.reads * kv_heads, f.cold * kv_heads, pieces, busy, idle, waves,
     )  # fmt: skip
 
@@ -133,50 +132,16 @@ def _idle(blocks: int, total: int, longest: int, rows: int, places: int) -> floa
     return max(0.0, (waves if alike else min(waves, even + longest / 2)) / even - 1)
 
 
-def tiles_of(f: Features, kind: Kind, height: int) -> Tiles:
-    """The tiles of one KV head. A CPU's engine pads nothing and stacks the query rows of a stretch."""
-    if kind is _CPU:
-        return Tiles(1, f.reads * f.shape.gqa, f.unique)
-    found = f.tiles.get(height)
-    if found is None:
-        found = f.tiles[height] = _count_tiles(f, height)
-    return found
-
-
-def _count_tiles(f: Features, height: int) -> Tiles:
-    # Shifts, since numpy divides whole numbers four times as slowly.
-    blocks = (f.tokens + (BLOCK - 1)) >> 6
-    if f.most * f.shape.gqa <= height:
-        return Tiles(height, int(np.add.reduce(blocks)) * height * BLOCK, f.unique)
-    passes = (f.members * f.shape.gqa + (height - 1)) >> (height.bit_length() - 1)
-    return Tiles(height, int(blocks.dot(passes)) * height * BLOCK, int(f.tokens.dot(passes)))
-
-
-def _narrow(f: Features, wide: Tiles) -> Tiles:
-    """``wide`` with the items that the Triton engine gives to its narrow grid at half the height."""
-    which = f.members * f.shape.gqa <= NARROW_ROWS
-    if int(f.tokens.dot(which)) * f.shape.kv_heads < NARROW_LEAST:
-        return wide
-    blocks = int(((f.tokens + (BLOCK - 1)) >> 6).dot(which))
-    return Tiles(wide.height, wide.area - blocks * 64 * BLOCK, wide.covered)
-
-
 def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
     """Work of the engine behind a shared regime."""
+    counted = f.counted.get(regime)
+    if counted is None:
+        counted = f.counted[regime] = _count(f, machine, regime)
+    again_bytes, operations, tile_operations, filled, partials = counted
     shape = f.shape
-    small = f.most * shape.gqa <= SMALL_ROWS
-    height = (SMALL_ROWS if small else 128) if regime is _GEMM else _cascade_tile(f.rows * shape.gqa)
-    tiles = tiles_of(f, machine.kind, height)
-    width = BLOCK
-    if machine.kind is _CPU:
-        width = 1
-    elif regime is _GEMM and not small and int(f.members.min(initial=NARROW_ROWS + 1)) * shape.gqa <= NARROW_ROWS:
-        tiles = _narrow(f, tiles)
-    per_row = 4 * shape.head_dim + (0 if machine.kind is _CPU else SOFTMAX)
     token_bytes, kv_heads = shape.token_bytes, shape.kv_heads
-    filled, partials, rounds, cold = 1.0, 0.0, 0.0, f.cold
-    if regime is _GEMM and machine.kind is not _CPU and f.tokens.size:
-        filled, partials = _pieces(f, tiles, machine)
+    rounds, cold = 0.0, f.cold
+    if regime is _GEMM and machine.kind is not _CPU and f.tokens:
         pieces, each = _tail_pieces(f, machine)
         partials += pieces
         whole = -(-f.rows * pieces * kv_heads // machine.units)
@@ -184,36 +149,70 @@ def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
         # Shared memory decides how many run side by side: twice as many of head size 64 as of 128.
         rounds = whole * shape.head_dim / 128
         cold = max(cold, padded)
+    # By place: names would take as long as the sums.
     return SharedWork(
-        f.tokens.size,
-        f.unique * token_bytes,
-        (tiles.covered - f.unique) * token_bytes,
-        tiles.area * per_row * kv_heads,
-        tiles.height * width * per_row * machine.units,
-        cold * token_bytes,
-        cold * kv_heads,
-        max(f.pairs + f.rows, round(f.rows * partials)) * shape.row_bytes,
-        filled,
-        partials,
-        rounds,
-    )
+        len(f.tokens), f.unique * token_bytes, again_bytes, operations, tile_operations, cold * token_bytes,
+        cold * kv_heads, max(f.pairs + f.rows, round(f.rows * partials)) * shape.row_bytes, filled, partials, rounds,
+    )  # fmt: skip
 
 
-def _pieces(f: Features, tiles: Tiles, machine: Machine) -> tuple[float, float]:
+def _count(f: Features, machine: Machine, regime: Regime) -> Counted:
+    """The part of a shared regime's work that only a change of membership changes."""
+    shape = f.shape
+    if machine.kind is _CPU:
+        # Its engine pads nothing and stacks the query rows of a stretch.
+        operations = 4 * shape.head_dim
+        return Counted(0, f.reads * shape.gqa * operations * shape.kv_heads, operations * machine.units, 1.0, 0.0)
+    operations = 4 * shape.head_dim + SOFTMAX
+    if regime is _GEMM:
+        small = f.most * shape.gqa <= SMALL_ROWS
+        height = SMALL_ROWS if small else 128
+        area, covered = _tiles(f, height)
+        if not small:
+            area -= _narrower(f)
+        filled, partials = _pieces(f, area, height, machine) if f.tokens else (1.0, 0.0)
+    else:
+        height = _cascade_tile(f.rows * shape.gqa)
+        area, covered = _tiles(f, height)
+        filled, partials = 1.0, 0.0
+    again_bytes = (covered - f.unique) * shape.token_bytes
+    tile_operations = height * BLOCK * operations * machine.units
+    return Counted(again_bytes, area * operations * shape.kv_heads, tile_operations, filled, partials)
+
+
+def _tiles(f: Features, height: int) -> tuple[int, int]:
+    """The stretches cut into tiles of ``height`` query rows by 64 slots, for one KV head.
+
+    Returns query rows times slots of all tiles, padding included; and tokens of each stretch times the tiles of query
+    rows that read it.
+    """
+    blocks = [(tokens + (BLOCK - 1)) // BLOCK for tokens in f.tokens]
+    gqa = f.shape.gqa
+    if f.most * gqa <= height:
+        return sum(blocks) * height * BLOCK, f.unique
+    passes = [(members * gqa + (height - 1)) // height for members in f.members]
+    return sum(map(mul, blocks, passes)) * height * BLOCK, sum(map(mul, f.tokens, passes))
+
+
+def _narrower(f: Features) -> int:
+    """What the tiles lose in area where the Triton engine gives items to its narrow grid, at half the height."""
+    members = NARROW_ROWS // f.shape.gqa
+    narrow = [tokens for tokens, count in zip(f.tokens, f.members, strict=True) if count <= members]
+    if sum(narrow) * f.shape.kv_heads < NARROW_LEAST:
+        return 0
+    return sum([(tokens + (BLOCK - 1)) // BLOCK for tokens in narrow]) * 64 * BLOCK
+
+
+def _pieces(f: Features, area: int, height: int, machine: Machine) -> tuple[float, float]:
     """How full the Triton engine's planner makes the multiprocessors, and in how many pieces a request's prefix lies.
 
     It cuts a KV head's tiles into as many pieces as there is room for, or fewer: where the merge would take longer.
     """
-    found = f.pieces.get(tiles.height)
-    if found is not None:
-        return found
     room = machine.units / f.shape.kv_heads
-    count = tiles.area / (tiles.height * BLOCK)
+    count = area / (height * BLOCK)
     longest = (f.longest + (BLOCK - 1)) // BLOCK
     pieces = max(1.0, min(room, count / sqrt(PART_TILES * longest)))
-    each = min(float(longest), max(1.0, pieces * longest / count))
-    found = f.pieces[tiles.height] = min(1.0, pieces / room), each
-    return found
+    return min(1.0, pieces / room), min(float(longest), max(1.0, pieces * longest / count))
 
 
 def _tail_pieces(f: Features, machine: Machine) -> tuple[int, int]:
