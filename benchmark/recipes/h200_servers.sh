@@ -7,13 +7,18 @@
 logs="${LOGS:-/tmp/granikv-servers}"
 mkdir -p "$logs"
 
-# start_one NAME PORT FLAGS...: one server, returns when it serves.
-start_one() {
+# begin NAME PORT FLAGS...: one server in the background.
+begin() {
     local name="$1" port="$2"
     shift 2
     setsid nohup "$python" -m granikv_sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" \
         $both --max-total-tokens "$pool" "$@" > "$logs/$name.log" 2>&1 < /dev/null &
     echo $! > "$logs/$name.pid"
+}
+
+# wait_for NAME PORT: returns when it serves.
+wait_for() {
+    local name="$1" port="$2"
     until "$python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/health', timeout=5)" 2> /dev/null; do
         if ! kill -0 "$(cat "$logs/$name.pid")" 2> /dev/null; then
             tail -n 20 "$logs/$name.log" >&2
@@ -27,8 +32,10 @@ start_one() {
 
 case "${1:-}" in
 start)
-    start_one stock "${STOCK_PORT:-30001}" $stock_memory --granikv-off
-    start_one granikv "${GRANIKV_PORT:-30002}" $granikv_memory ${GRANIKV_ARGS:-}
+    begin stock "${STOCK_PORT:-30001}" --granikv-off
+    begin granikv "${GRANIKV_PORT:-30002}" ${GRANIKV_ARGS:-}
+    wait_for stock "${STOCK_PORT:-30001}"
+    wait_for granikv "${GRANIKV_PORT:-30002}"
     ;;
 stop)
     for name in granikv stock; do

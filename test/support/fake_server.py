@@ -23,7 +23,9 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class Faults:
-    """What goes wrong. ``dies_after`` answers the server stops listening; ``wrong`` changes a request's tokens."""
+    """What goes wrong. ``dies_after`` answers the server stops listening; ``wrong`` changes a request's tokens.
+    ``old`` knows no ``/freeze_gc``.
+    """
 
     dies_after: int | None = None
     short: bool = False
@@ -33,6 +35,7 @@ class Faults:
     refuses: bool = False
     no_cache: bool = False
     ends_stream: bool = False
+    old: bool = False
 
 
 @dataclass
@@ -44,6 +47,7 @@ class FakeServer:
     incremental: bool = False
     prompts: list[tuple[str, list[int]]] = field(default_factory=list)
     flushes: int = 0
+    frozen: int = 0
     answered: int = 0
 
     def start(self) -> FakeServer:
@@ -138,6 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
         if self.path.startswith("/flush_cache"):
             self.server_of.flush()
+            self._json({})
+        elif self.path == "/freeze_gc" and not self.server_of.faults.old:
+            self.server_of.frozen += 1
             self._json({})
         elif self.path == "/generate":
             self._generate(body)

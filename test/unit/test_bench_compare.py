@@ -312,8 +312,8 @@ def launched(monkeypatch):
     return events
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_compare_stock_starts_both_and_stops_both(launched, gpu, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("gpu", "pool"), [(False, ""), (True, ""), (True, "--max-total-tokens 9000")])
+def test_compare_stock_starts_both_and_stops_both(launched, gpu, pool, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
     monkeypatch.setattr(machine, "_device", lambda: "a device")
     monkeypatch.setattr(machine.Clocks, "__enter__", lambda clocks: clocks)
@@ -328,16 +328,26 @@ def test_compare_stock_starts_both_and_stops_both(launched, gpu, tmp_path, monke
         "other=--x",
         "--output-file",
         str(tmp_path / "o"),
+        f"--args-both={pool}",
     ]
     assert main(argv) == 0
     started = ["stock", "granikv", "other"]
-    if gpu:  # each sizes its pool by what the one before left
+    if gpu and not pool:  # each sizes its pool by what the one before left
         assert launched[:6] == [event for name in started for event in (("start", name), ("ready", name))]
     else:
         assert launched[:3] == [("start", name) for name in started]
     assert sorted(launched[6:]) == sorted(("stop", name) for name in started)
     points = of_kind([json.loads(line) for line in (tmp_path / "o").read_text().splitlines()], "point")
     assert set(points[0]["comparisons"]) == {"granikv", "other"}
+
+
+def test_collectors_are_frozen_once_on_each_side(compare, servers):
+    stock, granikv = servers
+    stock.faults.old = True
+    code, records = compare("--ma-prefix-len", "64", "96")
+    assert code == 0 and (stock.frozen, granikv.frozen) == (0, 1)
+    for point in of_kind(records, "point"):
+        assert point["provenance"]["collectors"] == {"stock": "as it is", "granikv": "frozen"}
 
 
 def test_one_at_a_time_never_has_two_up(launched, tmp_path):

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from granikv_sglang.bench_serving import plots
 from granikv_sglang.bench_serving.page import write_report
 from granikv_sglang.bench_serving.plots import tokens
 from granikv_sglang.bench_serving.results import table
@@ -91,6 +92,33 @@ def test_every_picture_is_there_and_on_the_page(tmp_path):
     assert page.open == []
     assert "Valid: all 6 comparisons" in page.text
     assert "1.25x (1.20 to 1.30)" in page.text
+
+
+def with_variant(record, name, speed):
+    """The record of a run that measured one more side."""
+    found = copy.deepcopy(record)
+    found["sides"][name] = side(100 * speed, True)
+    found["comparisons"][name] = {"valid": True, "gates": [], "speedup": {"output_throughput": [speed, 1.0, 2 * speed]}}
+    return found
+
+
+def test_runs_of_one_load_are_put_together(tmp_path, monkeypatch):
+    """Variants from several runs stand in one picture, each by its own run's baseline; the lines show a load once."""
+    drawn, figures = [], []
+    monkeypatch.setattr(plots, "_above", lambda _place, _x, _y, text, _size: drawn.append(text))
+    monkeypatch.setattr(plots, "_save", lambda figure, _folder, picture: figures.append(figure) or picture)
+    same = GRID[-1]
+    invalid = copy.deepcopy(with_variant(same, "batch", 9.0))
+    invalid["comparisons"]["batch"] |= {"valid": False, "speedup": None}
+    pictures = plots.draw_all(
+        [with_variant(same, "paged", 1.5), *GRID, with_variant(same, "hot", 1.75), invalid], tmp_path
+    )
+    assert [picture.file for picture in pictures][-1] == "variants.png"
+    assert drawn[-3:] == ["1.50x", "1.75x", "1.25x"]
+    legend = [text.get_text() for text in figures[-1].legends[0].get_texts()]
+    assert legend == ["paged", "hot", "granikv"]
+    (lines,) = [figure for figure, picture in zip(figures, pictures, strict=True) if "by_prefix" in picture.file]
+    assert all(len(set(xs)) == len(xs) for panel in lines.axes for line in panel.lines if len(xs := line.get_xdata()))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ COMPARISONS = {
     "h200_none": (1, 2),
     "h200_rounds": (1, 2),
     "h200_shapes": (7, 2),
-    "h200_decomposition": (6, 9),
+    "h200_decomposition": (8, 12),
 }
 
 

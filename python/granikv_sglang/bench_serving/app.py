@@ -101,7 +101,8 @@ def measured(job: Job) -> int:
         with Progress(total) as progress, scratch(folder) as log:
             progress.phase("starting the servers")
             if not options.one_at_a_time:
-                start_all(sides, lambda _new: progress.tick(), one_by_one=gpu)
+                fixed = "--max-total-tokens" in words_of(options, "args_both")
+                start_all(sides, lambda _new: progress.tick(), one_by_one=gpu and not fixed)
             else:
                 sides[0].up(lambda _new: progress.tick())
             progress.advance(_START * len(sides))
@@ -150,13 +151,14 @@ def _all_points(
             turns, partings = runner.measure(point)
         except GraniKVError as error:
             print(f"granikv: {error}", file=sys.stderr)
-            records.append(results.broken_record(point, error, about))
+            records.append(results.broken_record(point, error, {**about, "collectors": dict(runner.collectors)}))
             lines.add(records[-1])
             break
         gates: dict[str, list[Gate]] = {}
         for side, parted in zip(turns[1:], partings, strict=True):
             gates[side[0].side] = judge_all(side, turns[0], parted, exact_lengths=exact)
-        records.append(results.point_record(point, turns, gates, about))
+        told = {**about, "collectors": dict(runner.collectors)}
+        records.append(results.point_record(point, turns, gates, told))
         lines.add(records[-1])
     return records
 

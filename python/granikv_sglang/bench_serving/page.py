@@ -225,6 +225,9 @@ def _provenance(records: Sequence[Record]) -> str:
             told = ", ".join(f"{key} {value}" for key, value in server.items() if key != "args")
             args = " ".join(server["args"]) or "found running"
             facts.append(f"{name}: {args} ({told})")
+        if about.get("collectors"):
+            told = ", ".join(f"{name} {state}" for name, state in about["collectors"].items())
+            facts.append(f"Python's garbage collector (SGLang's /freeze_gc after the warm-up): {told}")
         items = "".join(f"<li>{_e(fact)}</li>" for fact in facts)
         blocks.append(f"<ul>{items}</ul><pre>{_e(about['replay'])}</pre>")
     return "".join(blocks)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -38,8 +39,12 @@ class Picture:
 def draw_all(records: Sequence[Record], folder: Path) -> list[Picture]:
     """Every picture that the points fill, written into ``folder``."""
     points = [record for record in records if record["kind"] == "point" and record.get("dataset") == "multi-agent"]
-    pictures = (_by_prefix, _by_batch, _shapes, _grid)
-    return [picture for draw in pictures if (picture := draw(points, folder)) is not None]
+    # A load that several runs measured: the lines and bars show the first.
+    once: dict[str, Record] = {}
+    for point in points:
+        once.setdefault(point["point"], point)
+    pictures = [draw(tuple(once.values()), folder) for draw in (_by_prefix, _by_batch, _shapes, _grid)]
+    return [picture for picture in (*pictures, _variants(points, folder)) if picture is not None]
 
 
 def _by_prefix(points: Sequence[Record], folder: Path) -> Picture | None:
@@ -148,13 +153,10 @@ def _shapes(points: Sequence[Record], folder: Path) -> Picture | None:
     top = max(_throughput(point, side)[2] for point in shown for side in sides if side in point["sides"])
     for number, side in enumerate(sides):
         for at, point in enumerate(shown):
-            if side not in point["sides"]:
-                continue
-            middle, low, high = _throughput(point, side)
-            x = at + (number - (len(sides) - 1) / 2) * width
-            place.bar(x, middle, width * 0.92, color=COLOURS[number % len(COLOURS)], label=side if at == 0 else "_bar")
-            place.errorbar(x, middle, yerr=[[middle - low], [high - middle]], color=INK, lw=1, capsize=2)
-            _above(place, x, high + 0.02 * top, _speedup_text(point, side), 8)
+            if side in point["sides"]:
+                x = at + (number - (len(sides) - 1) / 2) * width
+                _bar(place, x, width, _throughput(point, side), number, side)
+                _above(place, x, _throughput(point, side)[2] + 0.02 * top, _speedup_text(point, side), 8)
     place.set_xticks(range(len(shown)), [_name(point) for point in shown], fontsize=8.5)
     place.set_ylabel("output tokens per second", color=INK)
     place.set_ylim(0, top * 1.15)
@@ -170,6 +172,53 @@ def _shapes(points: Sequence[Record], folder: Path) -> Picture | None:
             "is a homogeneous point with it. Above a bar: the speed-up against the baseline, median of repetitions.",
         ),
     )
+
+
+def _variants(points: Sequence[Record], folder: Path) -> Picture | None:
+    """Bars of every side's speed-up on the loads that variants were measured on; runs of one load are put together."""
+    loads: dict[str, list[Record]] = defaultdict(list)
+    for point in points:
+        if len(point.get("comparisons", {})) > 1:
+            loads[point["point"]].append(point)
+    if not loads:
+        return None
+    # The whole comes last: it is what the parts add up to.
+    sides = _sides([point for rows in loads.values() for point in rows])[1:]
+    sides = [*sides[1:], sides[0]]
+    width = 0.8 / len(sides)
+    figure = Figure(figsize=(max(5.2, 1.1 + len(loads) * max(1.25, 0.55 * len(sides))), 4.0), layout="constrained")
+    place = figure.subplots()
+    top = 1.0
+    for at, rows in enumerate(loads.values()):
+        for number, side in enumerate(sides):
+            known = [v for row in rows if (v := _speedups_of(row, side)) is not None]
+            if not known:
+                continue
+            middle = (median(m for m, _, _ in known), min(low for _, low, _ in known), max(h for _, _, h in known))
+            x = at + (number - (len(sides) - 1) / 2) * width
+            _bar(place, x, width, middle, 1 if side == sides[-1] else number + 2, side)
+            _above(place, x, middle[2] + 0.03, f"{middle[0]:.2f}x", 8)
+            top = max(top, middle[2])
+    place.axhline(1, color=COLOURS[0], lw=1.5)
+    place.set_xticks(range(len(loads)), [_name(rows[0]) for rows in loads.values()], fontsize=8.5)
+    place.set_ylabel(f"output tokens per second against {next(iter(loads.values()))[0]['baseline']}", color=INK)
+    place.set_ylim(0, top * 1.15)
+    _plain(place, "{:.1f}x")
+    _legend(figure, place, 3)
+    text = (
+        "Output tokens per second of GraniKV and of its variants, against the baseline in the same run; bars are the "
+        "lowest and highest repetition. The grey line is the baseline."
+    )
+    return _save(figure, folder, Picture("variants.png", "What each part adds", text))
+
+
+def _bar(place: Axes, x: float, width: float, span: tuple[float, float, float], number: int, side: str) -> None:
+    """A bar with its range, in a side's colour; the first of a side goes into the legend."""
+    middle, low, high = span
+    known = place.get_legend_handles_labels()[1]
+    label = "_bar" if side in known else side
+    place.bar(x, middle, width * 0.92, color=COLOURS[number % len(COLOURS)], label=label)
+    place.errorbar(x, middle, yerr=[[middle - low], [high - middle]], color=INK, lw=1, capsize=2)
 
 
 def _beside(points: Sequence[Record], others: Sequence[Record]) -> list[Record]:
@@ -253,8 +302,17 @@ def _valid(point: Record, side: str) -> bool:
 
 
 def _speedup(point: Record | None, side: str) -> float | None:
-    speedup = (point or {}).get("comparisons", {}).get(side, {}).get("speedup") or {}
-    return speedup["output_throughput"][0] if "output_throughput" in speedup else None
+    speedups = _speedups_of(point or {}, side)
+    return speedups[0] if speedups is not None else None
+
+
+def _speedups_of(point: Record, side: str) -> tuple[float, float, float] | None:
+    """Median, lowest and highest; None where the comparison is not valid or there is none."""
+    speedup = point.get("comparisons", {}).get(side, {}).get("speedup") or {}
+    if "output_throughput" not in speedup:
+        return None
+    middle, low, high = speedup["output_throughput"]
+    return middle, low, high
 
 
 def _speedup_text(point: Record, side: str) -> str:
@@ -277,8 +335,8 @@ def _above(place: Axes, x: float, y: float, text: str, size: float) -> None:
     place.text(x, y, text, ha="center", va="bottom", fontsize=size, color=INK)
 
 
-def _plain(place: Axes) -> None:
-    place.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:,.0f}"))
+def _plain(place: Axes, number: str = "{:,.0f}") -> None:
+    place.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: number.format(value)))
     place.grid(axis="y", color="#e6e6e4", lw=0.8)
     place.set_axisbelow(True)
     place.tick_params(colors=INK, length=0)

@@ -71,7 +71,10 @@ class Runner:
     progress: Progress
     listener: Listener
     log: TextIO
+    collectors: dict[str, str] = field(default_factory=dict)
+    """Of each side that has been measured: whether Python's garbage collector was frozen there."""
     _warm: set[tuple[str, str, int]] = field(default_factory=set)
+    _frozen: set[tuple[str, int]] = field(default_factory=set)
 
     def measure(self, point: Point) -> tuple[list[list[Turn]], list[list[Parting]]]:
         """Turns of each side, by repetition, and for each side but the first where its tokens part from the first's.
@@ -94,6 +97,7 @@ class Runner:
         self._bring_up(side)
         try:
             self._kernels(side, point)
+            self._freeze(side)
             load = point.load(repetition)
             self._prepare(side, point, repetition, load)
             before = side.state().get("counters", {})
@@ -124,6 +128,12 @@ class Runner:
             self._warm.add(key)
             side.flush()
             self._send(side, point.load(-1), {}, WARMUP_OUTPUT)
+
+    def _freeze(self, side: Side) -> None:
+        """Once for each server, warmed up: a collector's half second falls on one side of a comparison or the other."""
+        if (side.name, side.starts) not in self._frozen:
+            self._frozen.add((side.name, side.starts))
+            self.collectors[side.name] = "frozen" if side.freeze_collector() else "as it is"
 
     def _prepare(self, side: Side, point: Point, repetition: int, load: Workload) -> None:
         """Bring the cache into ``point.state``: the same steps on every side."""

@@ -99,6 +99,17 @@ class Side:
                     raise
                 time.sleep(0.5)
 
+    def freeze_collector(self) -> bool:
+        """SGLang's ``/freeze_gc``; False where the server has none.
+
+        One pass of Python's collector over what a server has loaded stops it for about half a second.
+        """
+        try:
+            self._open("/freeze_gc", {}, parse=False)
+        except GraniKVError:
+            return False
+        return True
+
     def generate(self, prompt: Sequence[int], tokens: int, **extra: Any) -> Any:
         """One greedy request by token ids; the parsed reply."""
         params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -125,7 +136,7 @@ class Side:
 
 
 def start_all(sides: Sequence[Side], on_wait: Callable[[int], None], *, one_by_one: bool) -> None:
-    """Bring every side up; ``one_by_one`` on a GPU, where each sizes its pool by what the one before left free."""
+    """Bring every side up; ``one_by_one`` where each sizes its pool by what the one before left free on a GPU."""
     if one_by_one:
         for side in sides:
             side.up(on_wait)
