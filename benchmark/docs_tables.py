@@ -313,6 +313,44 @@ def prompt_order_table(rows: Iterable[Mapping[str, Any]]) -> str:
     return table(titles, cells)
 
 
+# -- docs/results.md ---------------------------------------------------------------------------------------------------
+
+
+def serving() -> str:
+    """Every point of the serving benchmark's runs."""
+    files = sorted((ROOT / "benchmark" / "results" / "serving").glob("*.jsonl"))
+    return serving_table([json.loads(line) for file in files for line in file.read_text().splitlines()])
+
+
+def serving_table(records: Iterable[Mapping[str, Any]]) -> str:
+    """A row for each comparison: speed-ups with their ranges, latencies of both sides, medians of the repetitions."""
+    rows = []
+    for point in (record for record in records if record["kind"] == "point"):
+        for name, comparison in point["comparisons"].items():
+            outputs = next(gate["text"] for gate in comparison["gates"] if gate["name"] == "outputs")
+            stock, ours = (point["sides"][side]["metrics"] for side in (point["baseline"], name))
+            times = [
+                f"{stock[key][0]:.{digits}f} / {ours[key][0]:.{digits}f}"
+                for key, digits in (("output_throughput", 0), ("median_ttft_ms", 0), ("median_tpot_ms", 2))
+            ]
+            ratios = [
+                "{:.2f} ({:.2f} - {:.2f})".format(*comparison["speedup"][key]) if key in comparison["speedup"] else ""
+                for key in ("output_throughput", "decode_throughput")
+            ]
+            about = (outputs.removesuffix(" equal"), point["provenance"]["commit"])
+            rows.append((point["point"], name, times[0], *ratios, *times[1:], *about))
+    titles = (
+        "load",
+        "side",
+        "tokens/s",
+        "speed-up (range)",
+        "while all decode (range)",
+        "TTFT p50, ms",
+        "TPOT p50, ms",
+    )
+    return table((*titles, "equal outputs", "commit"), rows)
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 FILES: Mapping[str, Mapping[str, Callable[[], str]]] = {
@@ -324,6 +362,7 @@ FILES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     },
     "operations": {"reasons": reasons, "declines": declines},
     "readme": {"refused-flags": refused_flags},
+    "results": {"serving": serving},
 }  # fmt: skip
 """Name on the command line -> generated parts of that file."""
 

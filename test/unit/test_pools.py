@@ -4,7 +4,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-from granikv_sglang.pools import highest_aligned_start, runs_of
+from granikv_sglang.pools import KnownFree, highest_aligned_start, runs_of
+from granikv_sglang.pools import allocator as pools
 from granikv_sglang.pools.allocator import RESORT_TOKENS, ElasticAllocator
 
 
@@ -98,6 +99,64 @@ def test_alloc_run_never_hands_out_a_held_slot(hole):
         assert hole not in run
         taken |= run
     assert pool.available_size() == 1023 - len(taken)
+
+
+def test_known_runs_shrink_from_below_and_lose_what_is_taken():
+    known = KnownFree([(1, 3), (10, 600)])
+    known.hand_out(5)  # 1 to 3, 10, 11
+    assert known.take_run(256, 256) == 256
+    assert known.take_run(256, 256) is None
+    assert known.take_run(98, 512) == 512
+    assert known.take_run(1, 1) == 255
+    known.hand_out(243)  # 12 to 254
+    assert known.take_run(1, 1) is None
+    known.hand_out(7)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often the free slots were read to the host."""
+    found: list[int] = []
+    monkeypatch.setattr(pools, "runs_of", lambda slots: found.append(len(slots)) or runs_of(slots))
+    return found
+
+
+def test_a_run_is_taken_without_reading_the_free_slots(reads):
+    """To read them is to wait for the pass in flight; what has been handed out since says enough."""
+    pool = allocator(4096)
+    held = pool.alloc(1000)
+    pool.free(held[:60])
+    assert pool.alloc_run(1000, 256) == 3072
+    assert pool.alloc_run(500, 256) == 2560
+    pool.alloc(50)
+    assert pool.alloc_run(1000, 256) == 1536 and reads == []
+    # 485 slots above the first 1050 are known, in no run that long: now it looks.
+    assert pool.alloc_run(900, 1) is None and len(reads) == 1
+    assert pool.alloc_run(500, 1) is None and pool.alloc_run(475, 1) is not None and len(reads) == 2
+
+
+def test_the_highest_run_is_found_again_after_much_came_free(reads):
+    pool = allocator()
+    assert (pool.alloc_run(300, 256), pool.alloc_run(200, 256)) == (512, 256)
+    pool.free(torch.arange(512, 812))
+    assert pool.alloc_run(300, 256) == 512 and len(reads) == 1
+    pool.clear()
+    assert pool.alloc_run(300, 256) == 512 and len(reads) == 1
+
+
+@pytest.mark.gpu
+def test_taking_a_run_does_not_wait_for_the_gpu():
+    pool = ElasticAllocator(100_000, torch.float16, "cuda", None)
+    held = pool.alloc(50_000)
+    pool.free(held[torch.randperm(50_000, device="cuda")[:1500]])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        start = pool.alloc_run(10_000, 256)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert start == 89_856
+    left = pool.peek_free()
+    assert len(left) == len(left.unique()) == 41_500 and not ((left >= start) & (left < start + 10_000)).any()
 
 
 def test_looking_at_the_free_slots_changes_nothing():

@@ -86,7 +86,7 @@ class Promoter:
             return
         deepest = segment.node_ids[-1]
         holder = next(req for req in reqs if any(node.id == deepest for node in self._tree.upwards(req.last_node)))
-        # Reserved here and not on the forward stream: to read the free slots there is to wait for the pass in flight.
+        # Reserved here and not on the forward stream: where free slots must be read, the host waits for the stream.
         start = self._tree.reserve(segment.tokens)
         if start is None:
             self._turned_down(segment, Decline.NO_ROOM)

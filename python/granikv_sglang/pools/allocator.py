@@ -8,7 +8,11 @@ from __future__ import annotations
 import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-from granikv_sglang.pools.runs import highest_aligned_start, runs_of
+from granikv_sglang.pools.runs import KnownFree, runs_of
+
+STALE_SHARE = 64
+"""What the host knows of free runs is read anew once so large a part of the pool (its size over this) has come free
+since: a promotion would else not find the highest run, and HOT would creep down into COLD."""
 
 RESORT_TOKENS = 4096
 """Tokens handed out between two merges of freed slots into the sorted list. The lowest free slots go first up to this
@@ -33,6 +37,7 @@ class ElasticAllocator(TokenToKVPoolAllocator):
         super().clear()
         self._handed_out = 0
         self._ascending = True
+        self._known, self._came_free = KnownFree([(1, self.size)]), 0
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         self._handed_out += need_size
@@ -41,7 +46,12 @@ class ElasticAllocator(TokenToKVPoolAllocator):
             self._handed_out = need_size
         elif need_size > len(self.free_pages):
             self._append_freed()
+        self._known.hand_out(need_size)
         return super().alloc(need_size)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        self._came_free += free_index.numel()
+        super().free(free_index)
 
     def merge_and_sort_free(self) -> None:
         if len(self.release_pages) or not self._ascending:
@@ -70,23 +80,22 @@ class ElasticAllocator(TokenToKVPoolAllocator):
         return torch.cat([self.free_pages, self.release_pages]).sort().values
 
     def alloc_run(self, length: int, align: int) -> int | None:
-        """Take ``length`` consecutive slots starting at a multiple of ``align``, the highest there are.
+        """Take ``length`` consecutive slots starting at a multiple of ``align``, the highest known to be free.
 
-        Returns the first slot, or None when no free run is long enough (nothing changes then). Reads the list of runs
-        to the host: one synchronisation, so for promotions, never per step. Give the run back with ``free``.
+        Returns the first slot, or None when no free run is long enough (nothing changes then). Waits for the device
+        only where what the host knows is not enough: it then reads the list of free runs. For promotions, never per
+        step. Give the run back with ``free``.
         """
-        runs = runs_of(self.free_slots())
-        start = highest_aligned_start(runs, length, align)
+        fresh = self._came_free * STALE_SHARE < self.size
+        start = self._known.take_run(length, align) if fresh else None
         if start is None:
-            return None
-        position = 0
-        for run_start, run_length in runs:
-            if run_start <= start < run_start + run_length:
-                position += start - run_start
-                break
-            position += run_length
-        free = self.free_pages
-        self.free_pages = torch.cat([free[:position], free[position + length :]])
+            self._known, self._came_free = KnownFree(runs_of(self.free_slots())), 0
+            start = self._known.take_run(length, align)
+        if start is not None:
+            free = self.free_pages
+            inside = ((free >= start) & (free < start + length)).byte()
+            # The others in their order. A mask alone would make the host wait for how many there are.
+            self.free_pages = free[inside.sort(stable=True).indices[: len(free) - length]]
         return start
 
     def largest_free_run(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -16,7 +18,7 @@ def runs_of(sorted_slots: torch.Tensor) -> list[tuple[int, int]]:
     return [(start, bounds[i + 1] - bounds[i]) for i, start in enumerate(starts)]
 
 
-def highest_aligned_start(runs: list[tuple[int, int]], length: int, align: int) -> int | None:
+def highest_aligned_start(runs: Sequence[tuple[int, int]], length: int, align: int) -> int | None:
     """The highest slot that is a multiple of ``align`` and begins ``length`` free slots, or None.
 
     HOT grows down from the top while COLD hands out low slots first, so that long runs survive between the two.
@@ -26,3 +28,36 @@ def highest_aligned_start(runs: list[tuple[int, int]], length: int, align: int) 
         if candidate >= start:
             return candidate
     return None
+
+
+class KnownFree:
+    """Slots that the host knows to be free without asking the device: a snapshot, and how many went since.
+
+    It relies on an allocator that hands out the slots of the snapshot in ascending order. Then at most the lowest
+    ``handed_out`` of them are gone, whatever has been freed in between, and runs above those are free for certain.
+
+    Args:
+        runs: maximal runs of the snapshot, as from :func:`runs_of`.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
+        self._runs = list(runs)
+
+    def hand_out(self, count: int) -> None:
+        """Some slots were handed out, from the snapshot or not."""
+        while count and self._runs:
+            start, size = self._runs[0]
+            gone = min(count, size)
+            count -= gone
+            self._runs[:1] = [(start + gone, size - gone)] if gone < size else []
+
+    def take_run(self, length: int, align: int) -> int | None:
+        """Take the highest aligned run, or None where no run is known to be long enough."""
+        start = highest_aligned_start(self._runs, length, align)
+        if start is None:
+            return None
+        place = next(i for i, (first, size) in enumerate(self._runs) if first <= start < first + size)
+        first, size = self._runs[place]
+        rests = ((first, start - first), (start + length, first + size - start - length))
+        self._runs[place : place + 1] = [run for run in rests if run[1]]
+        return start

@@ -169,7 +169,7 @@ class GraniRadixCache(LeanRadixCache):
     def reserve(self, tokens: int) -> int | None:
         """First slot of a free run for an extent, taken out of the free ones; None where even eviction makes no room.
 
-        Reads the free slots to the host, so it waits for the stream in force: call it on one that is not computing.
+        Where the host does not know of such a run it reads the free slots, and so waits for the stream in force.
         """
         start = self.allocator.alloc_run(tokens, EXTENT_ALIGN)
         if start is None and self._make_room(tokens):
