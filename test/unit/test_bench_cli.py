@@ -163,7 +163,10 @@ def test_help_names_both(capsys):
     assert "--ma-shape" in out and "--gsp-num-groups" in out and "--compare" in out
 
 
-def test_a_dataset_of_dialogues_cannot_be_compared(tmp_path):
-    options = app.parsed(["--dataset-name", "mooncake", "--compare", "stock", "--dataset-path", str(tmp_path / "x")])
-    with pytest.raises(GraniKVError, match="--dataset-name mooncake"):
-        upstream.rows_of(options, "nowhere", 1)
+@pytest.mark.parametrize(("file", "why"), [("here", "its prompts are dialogues"), ("nowhere", "cannot be loaded")])
+def test_a_dataset_of_dialogues_cannot_be_compared(file, why, tmp_path, monkeypatch):
+    (tmp_path / "here").write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n')
+    monkeypatch.setattr(serving, "get_tokenizer", lambda _name: None)
+    options = app.parsed(["--dataset-name", "mooncake", "--compare", "stock", "--dataset-path", str(tmp_path / file)])
+    with pytest.raises(GraniKVError, match=f"--dataset-name mooncake.*{why}"):
+        upstream.rows_of(options, "a tokenizer", 1)
