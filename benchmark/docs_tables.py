@@ -325,7 +325,10 @@ def serving() -> str:
 def serving_table(records: Iterable[Mapping[str, Any]]) -> str:
     """A row for each comparison: speed-ups with their ranges, latencies of both sides, medians of the repetitions."""
     rows = []
-    for point in (record for record in records if record["kind"] == "point"):
+    points = [record for record in records if record["kind"] == "point"]
+    # The grid in order, then the shapes as they were measured.
+    grid = sorted((p for p in points if p["shape"] == "homogeneous"), key=lambda p: (p["prefix_tokens"], p["agents"]))
+    for point in [*grid, *(p for p in points if p["shape"] != "homogeneous")]:
         for name, comparison in point["comparisons"].items():
             outputs = next(gate["text"] for gate in comparison["gates"] if gate["name"] == "outputs")
             stock, ours = (point["sides"][side]["metrics"] for side in (point["baseline"], name))
