@@ -53,6 +53,16 @@ def test_state_is_complete_and_consistent(granikv):
     assert set(state["counters"]["steps"]) == {"uniform", "cascade", "batched_gemm"}
 
 
+def test_a_profile_is_written_and_the_server_lives_on(granikv, tmp_path):
+    """``/start_profile`` as ``bench_serving --profile`` calls it; it ended the scheduler of a platform of ours once."""
+    granikv.post("/start_profile", {"output_dir": str(tmp_path), "activities": ["CPU", "GPU"]}, parse=False)
+    body = {"text": "A profile is", "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    assert granikv.post("/generate", body)["text"]
+    granikv.post("/stop_profile", parse=False)
+    assert [path for path in tmp_path.rglob("*.gz") if path.stat().st_size > 1000]
+    assert granikv.post("/generate", body)["text"]
+
+
 def test_prometheus_counters_are_served(granikv):
     with urllib.request.urlopen(f"{granikv.url}/metrics", timeout=30) as reply:
         text = reply.read().decode()

@@ -59,6 +59,13 @@ class GraniCpuPlatform(CpuSRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    # ``/start_profile`` asks an out-of-tree platform for these, and what it does not get ends the scheduler.
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang.srt.model_executor.cuda_graph_config import Backend  # noqa: PLC0415
         from sglang.srt.utils.common import cpu_has_amx_support  # noqa: PLC0415
