@@ -6,7 +6,7 @@ backends by more than they differ from each other. Every engine answers the same
 texts, and outsiders) in two waves: the second finds the prefixes HOT when it is prefilled. For each pair of engines
 this prints, over the tokens up to and including the first on which they part:
 
-* agreement: chosen tokens that are the same;
+* agreement: chosen tokens that are the same, with its standard error;
 * difference of the chosen token's log-probability, mean and 99th percentile, where both chose the same.
 
     python benchmark/real_weights.py --stock flashinfer triton     (on a GPU, SmolLM2 in bfloat16)
@@ -76,9 +76,11 @@ def compare(ours: list[Answer], theirs: list[Answer]) -> dict[str, Any]:
         seen += min(common + 1, len(tokens))
         equal += common == len(tokens)
         differences += [abs(a - b) for a, b in zip(logprobs[:common], other_logprobs[:common], strict=True)]
+    agreement = same / seen
     return {
         "answers_equal": f"{equal} of {len(ours)}",
-        "agreement": round(same / seen, 5),
+        "agreement": round(agreement, 5),
+        "agreement_se": round(float(np.sqrt(agreement * (1 - agreement) / seen)), 5),
         "tokens_compared": seen,
         "logprob_difference_mean": round(float(np.mean(differences)), 6),
         "logprob_difference_p99": round(float(np.quantile(differences, 0.99)), 6),
@@ -145,12 +147,12 @@ def main() -> int:
         print(f"{name}: {len(prompts)} answers of {args.tokens} tokens", file=sys.stderr, flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    print(f"\n{'pair':<34} equal       agreement   |logprob| mean   p99")
+    print(f"\n{'pair':<34} equal       agreement          |logprob| mean   p99")
     with args.out.open("a") as out:
         for a, b in itertools.combinations(found, 2):
             row = compare(found[a], found[b])
             print(
-                f"{a + ' / ' + b:<34} {row['answers_equal']:<11} {row['agreement']:<11.4f} "
+                f"{a + ' / ' + b:<34} {row['answers_equal']:<11} {row['agreement']:.4f} +- {row['agreement_se']:<8.4f} "
                 f"{row['logprob_difference_mean']:<16.6f} {row['logprob_difference_p99']:.6f}"
             )
             row |= {"pair": [a, b], "gpu": gpu, "commit": args.commit or commit(), "date": time.strftime("%Y-%m-%d")}
