@@ -318,8 +318,9 @@ def prompt_order_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def serving() -> str:
     """Every point of the serving benchmark's runs."""
-    files = sorted((ROOT / "benchmark" / "results" / "serving").glob("*.jsonl"))
-    return serving_table([json.loads(line) for file in files for line in file.read_text().splitlines()])
+    from granikv_sglang.bench_serving.results import load  # noqa: PLC0415  (imports SGLang, seconds)
+
+    return serving_table(load(sorted((ROOT / "benchmark" / "results" / "serving").glob("*.jsonl"))))
 
 
 def serving_table(records: Iterable[Mapping[str, Any]]) -> str:

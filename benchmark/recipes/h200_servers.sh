@@ -6,6 +6,7 @@
 . "$(dirname "$0")/h200.inc"
 logs="${LOGS:-/tmp/granikv-servers}"
 mkdir -p "$logs"
+stock_port="${STOCK_PORT:-30001}" granikv_port="${GRANIKV_PORT:-30002}"
 
 # begin NAME PORT FLAGS...: one server in the background.
 begin() {
@@ -32,10 +33,10 @@ wait_for() {
 
 case "${1:-}" in
 start)
-    begin stock "${STOCK_PORT:-30001}" --granikv-off
-    begin granikv "${GRANIKV_PORT:-30002}" ${GRANIKV_ARGS:-}
-    wait_for stock "${STOCK_PORT:-30001}"
-    wait_for granikv "${GRANIKV_PORT:-30002}"
+    begin stock "$stock_port" --granikv-off
+    begin granikv "$granikv_port" ${GRANIKV_ARGS:-}
+    wait_for stock "$stock_port"
+    wait_for granikv "$granikv_port"
     ;;
 stop)
     for name in granikv stock; do

@@ -151,14 +151,13 @@ def _all_points(
             turns, partings = runner.measure(point)
         except GraniKVError as error:
             print(f"granikv: {error}", file=sys.stderr)
-            records.append(results.broken_record(point, error, {**about, "collectors": dict(runner.collectors)}))
+            records.append(results.broken_record(point, error, {**about, "collectors": runner.collectors}))
             lines.add(records[-1])
             break
         gates: dict[str, list[Gate]] = {}
         for side, parted in zip(turns[1:], partings, strict=True):
             gates[side[0].side] = judge_all(side, turns[0], parted, exact_lengths=exact)
-        told = {**about, "collectors": dict(runner.collectors)}
-        records.append(results.point_record(point, turns, gates, told))
+        records.append(results.point_record(point, turns, gates, {**about, "collectors": runner.collectors}))
         lines.add(records[-1])
     return records
 

@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 Record = Mapping[str, Any]
+Span = tuple[float, float, float]
+"""Median, lowest and highest."""
 
 COLOURS = ("#8a8f98", "#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a")
 """Baseline first, grey: what is compared stands out from what it is compared with. Told apart in grey print too."""
@@ -147,19 +149,12 @@ def _shapes(points: Sequence[Record], folder: Path) -> Picture | None:
         return None
     shown = [*_beside(points, others), *others]
     sides = _sides(shown)
-    width = 0.8 / len(sides)
-    figure = Figure(figsize=(max(5.2, 1.1 + len(shown) * max(1.25, 0.55 * len(sides))), 4.3), layout="constrained")
-    place = figure.subplots()
-    top = max(_throughput(point, side)[2] for point in shown for side in sides if side in point["sides"])
-    for number, side in enumerate(sides):
-        for at, point in enumerate(shown):
-            if side in point["sides"]:
-                x = at + (number - (len(sides) - 1) / 2) * width
-                _bar(place, x, width, _throughput(point, side), number, side)
-                _above(place, x, _throughput(point, side)[2] + 0.02 * top, _speedup_text(point, side), 8)
-    place.set_xticks(range(len(shown)), [_name(point) for point in shown], fontsize=8.5)
+    groups = [
+        (_name(point), {side: (_throughput(point, side), _speedup_text(point, side)) for side in point["sides"]})
+        for point in shown
+    ]
+    figure, place = _bars(groups, {side: COLOURS[number % len(COLOURS)] for number, side in enumerate(sides)}, 4.3)
     place.set_ylabel("output tokens per second", color=INK)
-    place.set_ylim(0, top * 1.15)
     _plain(place)
     _legend(figure, place, 6)
     return _save(
@@ -183,26 +178,21 @@ def _variants(points: Sequence[Record], folder: Path) -> Picture | None:
     if not loads:
         return None
     # The whole comes last: it is what the parts add up to.
-    sides = _sides([point for rows in loads.values() for point in rows])[1:]
-    sides = [*sides[1:], sides[0]]
-    width = 0.8 / len(sides)
-    figure = Figure(figsize=(max(5.2, 1.1 + len(loads) * max(1.25, 0.55 * len(sides))), 4.0), layout="constrained")
-    place = figure.subplots()
-    top = 1.0
-    for at, rows in enumerate(loads.values()):
-        for number, side in enumerate(sides):
+    whole, *parts = _sides([point for rows in loads.values() for point in rows])[1:]
+    colours = {side: COLOURS[number % len(COLOURS)] for number, side in enumerate(parts, start=2)}
+    groups = []
+    for rows in loads.values():
+        bars = {}
+        for side in (*parts, whole):
             known = [v for row in rows if (v := _speedups_of(row, side)) is not None]
-            if not known:
-                continue
-            middle = (median(m for m, _, _ in known), min(low for _, low, _ in known), max(h for _, _, h in known))
-            x = at + (number - (len(sides) - 1) / 2) * width
-            _bar(place, x, width, middle, 1 if side == sides[-1] else number + 2, side)
-            _above(place, x, middle[2] + 0.03, f"{middle[0]:.2f}x", 8)
-            top = max(top, middle[2])
+            if known:
+                middle = median(m for m, _, _ in known)
+                span = (middle, min(low for _, low, _ in known), max(high for _, _, high in known))
+                bars[side] = (span, f"{middle:.2f}x")
+        groups.append((_name(rows[0]), bars))
+    figure, place = _bars(groups, {**colours, whole: COLOURS[1]}, 4.0, least=1.0)
     place.axhline(1, color=COLOURS[0], lw=1.5)
-    place.set_xticks(range(len(loads)), [_name(rows[0]) for rows in loads.values()], fontsize=8.5)
     place.set_ylabel(f"output tokens per second against {next(iter(loads.values()))[0]['baseline']}", color=INK)
-    place.set_ylim(0, top * 1.15)
     _plain(place, "{:.1f}x")
     _legend(figure, place, 3)
     text = (
@@ -212,13 +202,33 @@ def _variants(points: Sequence[Record], folder: Path) -> Picture | None:
     return _save(figure, folder, Picture("variants.png", "What each part adds", text))
 
 
-def _bar(place: Axes, x: float, width: float, span: tuple[float, float, float], number: int, side: str) -> None:
-    """A bar with its range, in a side's colour; the first of a side goes into the legend."""
-    middle, low, high = span
-    known = place.get_legend_handles_labels()[1]
-    label = "_bar" if side in known else side
-    place.bar(x, middle, width * 0.92, color=COLOURS[number % len(COLOURS)], label=label)
-    place.errorbar(x, middle, yerr=[[middle - low], [high - middle]], color=INK, lw=1, capsize=2)
+def _bars(
+    groups: Sequence[tuple[str, Mapping[str, tuple[Span, str]]]],
+    colours: Mapping[str, str],
+    height: float,
+    least: float = 0.0,
+) -> tuple[Figure, Axes]:
+    """For each name a group of bars by side, each with its range and a text above; the axis spans ``least`` or more."""
+    width = 0.8 / len(colours)
+    figure = Figure(
+        figsize=(max(5.2, 1.1 + len(groups) * max(1.25, 0.55 * len(colours))), height), layout="constrained"
+    )
+    place = figure.subplots()
+    top = max([least, *(span[2] for _, bars in groups for span, _ in bars.values())])
+    for number, (side, colour) in enumerate(colours.items()):
+        label = side
+        for at, (_, bars) in enumerate(groups):
+            if side not in bars:
+                continue
+            (middle, low, high), text = bars[side]
+            x = at + (number - (len(colours) - 1) / 2) * width
+            place.bar(x, middle, width * 0.92, color=colour, label=label)
+            label = "_bar"  # one of each side in the legend
+            place.errorbar(x, middle, yerr=[[middle - low], [high - middle]], color=INK, lw=1, capsize=2)
+            _above(place, x, high + 0.02 * top, text, 8)
+    place.set_xticks(range(len(groups)), [name for name, _ in groups], fontsize=8.5)
+    place.set_ylim(0, top * 1.15)
+    return figure, place
 
 
 def _beside(points: Sequence[Record], others: Sequence[Record]) -> list[Record]:

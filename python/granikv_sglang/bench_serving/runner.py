@@ -71,10 +71,13 @@ class Runner:
     progress: Progress
     listener: Listener
     log: TextIO
-    collectors: dict[str, str] = field(default_factory=dict)
-    """Of each side that has been measured: whether Python's garbage collector was frozen there."""
     _warm: set[tuple[str, str, int]] = field(default_factory=set)
-    _frozen: set[tuple[str, int]] = field(default_factory=set)
+    _frozen: dict[tuple[str, int], bool] = field(default_factory=dict)
+
+    @property
+    def collectors(self) -> dict[str, str]:
+        """Of each side that has been measured: whether Python's garbage collector was frozen there."""
+        return {name: "frozen" if frozen else "as it is" for (name, _), frozen in self._frozen.items()}
 
     def measure(self, point: Point) -> tuple[list[list[Turn]], list[list[Parting]]]:
         """Turns of each side, by repetition, and for each side but the first where its tokens part from the first's.
@@ -131,9 +134,9 @@ class Runner:
 
     def _freeze(self, side: Side) -> None:
         """Once for each server, warmed up: a collector's half second falls on one side of a comparison or the other."""
-        if (side.name, side.starts) not in self._frozen:
-            self._frozen.add((side.name, side.starts))
-            self.collectors[side.name] = "frozen" if side.freeze_collector() else "as it is"
+        key = (side.name, side.starts)
+        if key not in self._frozen:
+            self._frozen[key] = side.freeze_collector()
 
     def _prepare(self, side: Side, point: Point, repetition: int, load: Workload) -> None:
         """Bring the cache into ``point.state``: the same steps on every side."""

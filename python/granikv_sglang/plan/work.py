@@ -164,17 +164,18 @@ def _count(f: Features, machine: Machine, regime: Regime) -> Counted:
         operations = 4 * shape.head_dim
         return Counted(0, f.reads * shape.gqa * operations * shape.kv_heads, operations * machine.units, 1.0, 0.0)
     operations = 4 * shape.head_dim + SOFTMAX
+    filled, partials = 1.0, 0.0
     if regime is _GEMM:
         small = f.most * shape.gqa <= SMALL_ROWS
         height = SMALL_ROWS if small else 128
         area, covered = _tiles(f, height)
         if not small:
             area -= _narrower(f)
-        filled, partials = _pieces(f, area, height, machine) if f.tokens else (1.0, 0.0)
+        if f.tokens:
+            filled, partials = _pieces(f, area, height, machine)
     else:
         height = _cascade_tile(f.rows * shape.gqa)
         area, covered = _tiles(f, height)
-        filled, partials = 1.0, 0.0
     again_bytes = (covered - f.unique) * shape.token_bytes
     tile_operations = height * BLOCK * operations * machine.units
     return Counted(again_bytes, area * operations * shape.kv_heads, tile_operations, filled, partials)

@@ -42,17 +42,26 @@ class KnownFree:
 
     def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
         self._runs = list(runs)
+        self._handed_out = 0
 
     def hand_out(self, count: int) -> None:
-        """Some slots were handed out, from the snapshot or not."""
-        while count and self._runs:
+        """Some slots were handed out, from the snapshot or not. Only counted here: this runs at every step."""
+        self._handed_out += count
+
+    def _drop_handed_out(self) -> None:
+        whole = 0
+        while whole < len(self._runs) and self._runs[whole][1] <= self._handed_out:
+            self._handed_out -= self._runs[whole][1]
+            whole += 1
+        del self._runs[:whole]
+        if self._runs:
             start, size = self._runs[0]
-            gone = min(count, size)
-            count -= gone
-            self._runs[:1] = [(start + gone, size - gone)] if gone < size else []
+            self._runs[0] = (start + self._handed_out, size - self._handed_out)
+        self._handed_out = 0
 
     def take_run(self, length: int, align: int) -> int | None:
         """Take the highest aligned run, or None where no run is known to be long enough."""
+        self._drop_handed_out()
         start = highest_aligned_start(self._runs, length, align)
         if start is None:
             return None
