@@ -6,12 +6,22 @@
 #   kernel   (d) HOT and the grouped kernel
 #   global   the peer: shares only what the whole batch has in common, else it is stock. It collapses when prompts are
 #            heterogeneous
+# LOADS: "homogeneous" (64 on 16K) or "heterogeneous" (the 8 prefixes) alone; default: both.
 . "$(dirname "$0")/h200.inc"
 pool="${POOL:-125000}"
 # Every run starts servers of its own.
 unset STOCK_URL GRANIKV_URL
-points=(--ma-shape homogeneous --ma-prefix-len 16384 --ma-agents 64
-    --point "--ma-shape heterogeneous --ma-groups 8 --ma-length-ratio 8 --ma-prefix-len 16384 --ma-agents 128")
+one="--ma-shape homogeneous --ma-prefix-len 16384 --ma-agents 64"
+many="--ma-shape heterogeneous --ma-groups 8 --ma-length-ratio 8 --ma-prefix-len 16384 --ma-agents 128"
+case "${LOADS:-both}" in
+homogeneous) points=($one) ;;
+heterogeneous) points=($many) ;;
+both) points=($one --point "$many") ;;
+*)
+    echo "h200_decomposition.sh: LOADS=$LOADS is neither homogeneous, heterogeneous nor both" >&2
+    exit 2
+    ;;
+esac
 own="--granikv-prefill stock --granikv-regime"
 
 if [ $# -eq 0 ]; then set -- paged hot kernel global; fi

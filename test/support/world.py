@@ -23,15 +23,14 @@ from granikv_sglang.pools.allocator import ElasticAllocator
 from granikv_sglang.tree.radix import GraniRadixCache
 
 MAX_CONTEXT = 1024
-MAX_ROWS = 16
 
 
 class Rows:
     """The part of SGLang's ReqToTokenPool that the tree uses."""
 
-    def __init__(self) -> None:
-        self.req_to_token = torch.zeros((MAX_ROWS, MAX_CONTEXT), dtype=torch.int32)
-        self.free = list(range(MAX_ROWS))
+    def __init__(self, rows: int) -> None:
+        self.req_to_token = torch.zeros((rows, MAX_CONTEXT), dtype=torch.int32)
+        self.free = list(range(rows))
 
     def write(self, indices: tuple, values: torch.Tensor) -> None:
         self.req_to_token[indices] = values.to(torch.int32)
@@ -90,16 +89,22 @@ class World:
         slots: of the pool.
         tree: class of the tree.
         events: whether the tree queues SGLang's KV events.
+        max_rows: requests that may be live at a time.
         options: of the configuration.
     """
 
     def __init__(
-        self, slots: int = 2048, tree: type[GraniRadixCache] = GraniRadixCache, events: bool = False, **options: int
+        self,
+        slots: int = 2048,
+        tree: type[GraniRadixCache] = GraniRadixCache,
+        events: bool = False,
+        max_rows: int = 16,
+        **options: int,
     ) -> None:
         self.pool = SimpleNamespace(
             k_buffer=[torch.zeros(slots + 1, dtype=torch.int64)], v_buffer=[torch.zeros(slots + 1, dtype=torch.int64)]
         )
-        self.rows = Rows()
+        self.rows = Rows(max_rows)
         self.allocator = ElasticAllocator(slots, torch.int64, "cpu", self.pool)
         self.counters = Counters()
         params = CacheInitParams(

@@ -75,6 +75,13 @@ def test_a_recipe_is_a_command_line_that_is_taken(name, tmp_path):
         assert "--granikv-off" in job.sides[0].args
 
 
+def test_one_load_of_the_decomposition(tmp_path):
+    recipe = ROOT / "benchmark" / "recipes" / "h200_decomposition.sh"
+    (line,) = commands_of(recipe, tmp_path, "hot", LOADS="heterogeneous")
+    (point,) = app.planned(line[2:]).points
+    assert point.name.startswith("heterogeneous 128")
+
+
 def test_servers_that_run_are_used(tmp_path):
     urls = {"STOCK_URL": "http://127.0.0.1:1", "GRANIKV_URL": "http://127.0.0.1:2"}
     recipe = ROOT / "benchmark" / "recipes" / "h200_none.sh"

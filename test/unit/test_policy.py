@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from granikv_sglang.core import Decline
-from granikv_sglang.tree.policy import COPY_READS, NodeView, choose_segment, reads_saved
+from granikv_sglang.tree.policy import COPY_READS, NodeView, rank_segments, reads_saved
 from granikv_sglang.tree.room import BLOCKED, least_recent_window
 
 STEPS = 100
@@ -15,7 +15,9 @@ def node(node_id, parent, tokens, path, sharers, hot=False, steps=STEPS):
 
 
 def choose(*views, min_tokens=100, min_sharers=2, min_segment=25):
-    return choose_segment(views, min_tokens=min_tokens, min_sharers=min_sharers, min_segment=min_segment)
+    """The segment worth most, if any, and the declines."""
+    segments, declines = rank_segments(views, min_tokens=min_tokens, min_sharers=min_sharers, min_segment=min_segment)
+    return (segments[0] if segments else None), declines
 
 
 def test_a_long_shared_node_is_chosen():

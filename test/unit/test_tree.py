@@ -1,5 +1,6 @@
 """GraniRadixCache on chosen schedules: what the property test hits by chance is pinned down here."""
 
+import random
 from array import array
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from granikv_sglang.core import AuditError, Decline, Span
 from granikv_sglang.plugin import promoter
+from granikv_sglang.tree import radix
 from granikv_sglang.tree.radix import EVICT_AHEAD_SHARE
 from support.world import World
 
@@ -147,13 +149,87 @@ def test_equal_text_under_two_keys_never_shares():
 def test_no_room_is_declined_once_and_changes_nothing():
     world = World(slots=300)
     _ = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
-    # Hold what is left, so that no run of 100 is free and nothing may be evicted.
-    serve(world, words((7000, world.allocator.available_size() - 60)))
+    # Hold what is left, so that no run of even 25 is free and nothing may be evicted.
+    serve(world, words((7000, world.allocator.available_size() - 20)))
     world.promote()
     world.promote()
     world.check()
     assert world.counters.declines[Decline.NO_ROOM] == 1
     assert world.tree.hot == {}
+
+
+def fill_up(world: World, first_free: int) -> None:
+    """Hold every free slot below ``first_free``; the slots from there to the pool's end are one free run."""
+    serve(world, words((7000, world.allocator.available_size() - (world.allocator.size + 1 - first_free))))
+
+
+def test_a_prefix_without_a_run_for_all_of_it_is_promoted_in_parts():
+    """The old slots of the first part make room for the second."""
+    world = World(slots=2047)
+    reqs = [serve(world, words((1000, 1000), (i, 5))) for i in (1, 2, 3)]
+    fill_up(world, 1280)
+    for promoted in (768, 1000):
+        world.promote()
+        world.check()
+        assert world.tree.hot_tokens() == promoted
+        assert [sum(span.length for _, span in world.tree.hot_path(r.last_node)) for r in reqs] == [promoted] * 3
+    world.promote()
+    assert (world.counters.promotions, world.counters.partial_promotions) == (2, 1)
+    assert world.counters.declines[Decline.NO_ROOM] == 0
+    for req in reqs:
+        world.release(req, insert=False)
+    late = serve(world, words((1000, 1000), (9, 5)))
+    assert len(world.tree.hot_path(late.last_node)) == 2
+    world.check()
+
+
+@pytest.mark.parametrize("first", [300, 500])
+def test_a_part_ends_inside_a_node_or_between_two(first):
+    world = World(slots=2035)
+    reqs = [serve(world, words((1000, first), (2000, 900 - first), (i, 5))) for i in (1, 2)]
+    outsider = serve(world, words((1000, first), (3000, 5)))  # splits the prefix
+    world.release(outsider, insert=False)
+    fill_up(world, 1536)
+    world.promote()
+    world.check()
+    assert world.counters.partial_promotions == 1
+    assert world.tree.hot_tokens() == 500
+    lengths = [span.length for _, span in world.tree.hot_path(reqs[0].last_node)]
+    assert lengths == ([500] if first == 500 else [300, 200])
+    assert world.tree.hot_path(reqs[1].last_node) == world.tree.hot_path(reqs[0].last_node)
+
+
+def test_where_the_prefix_worth_most_has_no_room_the_next_one_is_promoted():
+    world = World(slots=1400)
+    big = [serve(world, words((20000, 900), (i, 5))) for i in (1, 2, 3)]
+    small = [serve(world, words(PREFIX, (i, 5))) for i in (11, 12)]
+    fill_up(world, 1280)
+    world.promote()
+    world.check()
+    assert [len(world.tree.hot_path(r.last_node)) for r in big + small] == [0, 0, 0, 1, 1]
+    assert world.counters.declines[Decline.NO_ROOM] == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prefixes_of_a_full_batch_all_become_hot_whatever_order_they_arrive_in(seed, monkeypatch):
+    """Eight prefixes in a pool that holds them, the private parts and little more."""
+    monkeypatch.setattr(radix, "EXTENT_ALIGN", 16)  # as small beside these prefixes as it is beside real ones
+    rng = random.Random(seed)
+    lengths = [100 * (group + 1) for group in range(8)]
+    world = World(slots=sum(lengths) + 32 * 21 + 900, max_rows=64)
+    members = [(group, i) for group in range(8) for i in range(4)]
+    rng.shuffle(members)
+    reqs = []
+    for group, i in members:
+        reqs.append(serve(world, words((1000 * group + 1000, lengths[group]), (50000 + 100 * group + 10 * i, 5))))
+        if rng.random() < 0.3:
+            world.promote()
+    for _ in range(16):
+        for req in reqs:
+            assert world.decode(req, 7)
+        world.promote()
+        world.check()
+    assert world.tree.hot_tokens() >= 0.95 * sum(lengths)
 
 
 def test_room_is_made_by_evicting_unlocked_leaves_that_stand_in_the_way():
@@ -258,6 +334,7 @@ def test_no_room_is_found_before_anything_is_put_on_the_forward_stream(monkeypat
     world = World()
     _ = [serve(world, words(PREFIX, (i, 5))) for i in (1, 2)]
     monkeypatch.setattr(world.tree, "reserve", lambda _tokens: None)
+    monkeypatch.setattr(world.tree, "room", lambda: 0)
     world.promote()
     world.check()
     assert world.counters.declines[Decline.NO_ROOM] == 1 and world.counters.promotions == 0

@@ -13,11 +13,12 @@ from granikv_sglang.core.types import Bound, Decline, Reason, Regime
 class Counters:
     """Monotonic counters of one process.
 
-    ``steps`` counts forward passes by regime and reason; ``bytes_not_reread`` is K and V bytes of shared prefix, over
-    all layers of this rank, that UNIFORM would have read again in those decode passes; ``hot_prefill_tokens`` is cached
-    tokens that prefills read as dense HOT stretches; ``engine_faults`` counts passes that an engine failed in and the
-    stock backend finished. ``bounds`` counts decode passes by regime and predicted bound. ``sampled`` is decode passes
-    of which a layer was timed, by regime; ``predicted_ns`` and ``measured_ns`` are those layers' nanoseconds in all, as
+    ``partial_promotions`` is promotions of a prefix's beginning, no free run being long enough for all of it. ``steps``
+    counts forward passes by regime and reason; ``bytes_not_reread`` is K and V bytes of shared prefix, over all layers
+    of this rank, that UNIFORM would have read again in those decode passes; ``hot_prefill_tokens`` is cached tokens
+    that prefills read as dense HOT stretches; ``engine_faults`` counts passes that an engine failed in and the stock
+    backend finished. ``bounds`` counts decode passes by regime and predicted bound. ``sampled`` is decode passes of
+    which a layer was timed, by regime; ``predicted_ns`` and ``measured_ns`` are those layers' nanoseconds in all, as
     predicted and as measured. ``rank_comparisons`` counts exchanges between tensor-parallel ranks that found no
     difference.
     """
@@ -25,6 +26,7 @@ class Counters:
     promotions: int = 0
     promoted_tokens: int = 0
     extended_promotions: int = 0
+    partial_promotions: int = 0
     hot_splits: int = 0
     hot_evictions: int = 0
     hot_evicted_tokens: int = 0

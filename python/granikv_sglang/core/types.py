@@ -71,7 +71,7 @@ class Decline(StrEnum):
     NO_SAVING = "no_saving"
     """The reads saved in the steps that remain do not pay for the copy."""
     NO_ROOM = "no_room"
-    """No contiguous run is free, and evicting unlocked leaves cannot make one."""
+    """No contiguous run is free for even a quarter of it, and evicting unlocked leaves cannot make one."""
     COPY_FAILED = "copy_failed"
     """The copy raised, on this rank or another; the prefix stays COLD and is served as before."""
     SWITCHED_OFF = "switched_off"

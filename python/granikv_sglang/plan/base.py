@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,18 +43,17 @@ class Capacity:
         return rows <= self.rows and len(items) <= self.items and pairs <= self.pairs
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The regime of one forward pass and why it was chosen.
 
     ``predicted_us`` is the time of one attention layer under each regime that was weighed, as of when the plan was
-    classified; empty where none was. Decisions that differ in it alone are equal.
+    classified; empty where none was.
     """
 
     regime: Regime
     reason: Reason
     bound: Bound = Bound.NONE
-    predicted_us: tuple[tuple[Regime, float], ...] = field(default=(), compare=False)
+    predicted_us: tuple[tuple[Regime, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -84,21 +84,21 @@ class Classifier:
             regimes: shared regimes whose engines hold the plan; default: all of :meth:`regimes`.
         """
         if not features.tokens:
-            return Decision(Regime.UNIFORM, Reason.NOTHING_SHARED)
-        names = (_UNIFORM, *(self.regimes() if regimes is None else regimes))
-        if len(names) == 1 and self.forced is not _UNIFORM:
-            return Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
-        costs = predict(features, self.constants, names[1:])
-        predicted = tuple([(name, cost.us) for name, cost in zip(names, costs, strict=True)])
+            return Decision(_UNIFORM, Reason.NOTHING_SHARED)
+        shared = self.regimes() if regimes is None else regimes
+        if not shared and self.forced is not _UNIFORM:
+            return Decision(_UNIFORM, Reason.OVER_CAPACITY)
+        names = (_UNIFORM, *shared)
+        costs = predict(features, self.constants, shared)
+        predicted = tuple(zip(names, [cost.us for cost in costs], strict=True))
         if self.forced is not None:
             return Decision(self.forced, Reason.FORCED, costs[-1].bound, predicted)
         reduce_us = all_reduce_us(features.shape, features.rows, self.constants.link)
         margin = self.constants.margin_of(features.shape)
         chosen, held = self._choose(names, costs, reduce_us, margin, standing)
-        regime, bound = names[chosen], costs[chosen].bound
-        if reduce_us > costs[chosen].us:
-            bound = Bound.COMMUNICATION
-        return Decision(regime, Reason.NEAR_TIE if held else _reason(regime, bound), bound, predicted)
+        regime, cost = names[chosen], costs[chosen]
+        bound = _COMMUNICATION if reduce_us > cost.us else cost.bound
+        return Decision(regime, _NEAR_TIE if held else _reason(regime, bound), bound, predicted)
 
     def _choose(
         self,
@@ -144,7 +144,9 @@ class Classifier:
         return Decision(Regime.CASCADE, Reason.HOT_PREFILL)
 
 
-_UNIFORM, _TOO_SMALL = Regime.UNIFORM, Reason.TOO_SMALL
+# Looking up an enum's member costs as much as a few products.
+_UNIFORM, _TOO_SMALL, _NEAR_TIE = Regime.UNIFORM, Reason.TOO_SMALL, Reason.NEAR_TIE
+_COMMUNICATION = Bound.COMMUNICATION
 _REASONS = {
     Bound.COMPUTE: Reason.COMPUTE_BOUND,
     Bound.MEMORY: Reason.MEMORY_BOUND,

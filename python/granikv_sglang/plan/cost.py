@@ -153,33 +153,38 @@ class Cost(NamedTuple):
 
 def uniform_cost(work: UniformWork, c: UniformConstants, machine: Machine) -> Cost:
     """Predicted time of the stock backend."""
-    missed = c.miss * (1 - 1 / work.streams) if work.streams else 0.0
-    cold = work.prefix_bytes + missed * (work.read_bytes - work.prefix_bytes)
-    late = 1 + c.spread * work.idle
-    unit = c.token_us / machine.units * (1 + work.idle)
-    first, again, tail = cold / c.hbm * late, work.read_bytes / c.again * late, work.tail_bytes / c.hbm * late
-    products, tail_products = work.prefix_token_heads * unit, work.tail_token_heads * unit
-    if work.pieces >= 2:
+    rows, prefix_bytes, read_bytes, tail_bytes, streams, prefix_heads, tail_heads, pieces, busy, idle, waves = work
+    missed = c.miss * (1 - 1 / streams) if streams else 0.0
+    cold = prefix_bytes + missed * (read_bytes - prefix_bytes)
+    late = 1 + c.spread * idle
+    unit = c.token_us / machine.units * (1 + idle)
+    first, again, tail = cold / c.hbm * late, read_bytes / c.again * late, tail_bytes / c.hbm * late
+    products, tail_products = prefix_heads * unit, tail_heads * unit
+    if pieces >= 2:
         # Pieces of prefixes and of tails run side by side.
         memory, compute = _soft_max(first + tail, again), products + tail_products
         varying = _soft_max(memory, compute)
     else:
         # Thread blocks go through their requests in step: all are in a prefix, then all in a tail.
-        memory, compute = _hard_max(first, again) + tail, products + tail_products
-        varying = _hard_max(_hard_max(first, again), products) + _hard_max(tail, tail_products)
-    fixed = c.launch_us + work.rows * c.row_us + work.pieces * c.part_us + work.busy * c.busy_us
-    fixed += work.waves * c.wave_us
+        read = _hard_max(first, again)
+        memory, compute = read + tail, products + tail_products
+        varying = _hard_max(read, products) + _hard_max(tail, tail_products)
+    fixed = c.launch_us + rows * c.row_us + pieces * c.part_us + busy * c.busy_us + waves * c.wave_us
     return Cost(fixed + varying, memory, compute, fixed)
 
 
 def shared_cost(work: SharedWork, c: SharedConstants, machine: Machine) -> Cost:
     """Predicted time of a shared regime."""
-    read = work.prefix_bytes / c.hbm + work.again_bytes / c.again
-    compute = (work.operations / work.filled + c.overhead * work.tile_operations) / c.rate if work.items else 0.0
+    (
+        items, prefix_bytes, again_bytes, operations, tile_operations, tail_bytes, tail_heads, state_bytes,
+        filled, partials, rounds,
+    ) = work  # fmt: skip
+    read = prefix_bytes / c.hbm + again_bytes / c.again
+    compute = (operations / filled + c.overhead * tile_operations) / c.rate if items else 0.0
     prefix = _soft_max(read, compute)
-    private = _soft_max(work.tail_bytes / c.tail, work.tail_token_heads * c.token_us / machine.units)
-    tail = private + work.rounds * c.round_us
-    fixed = c.launch_us + work.items * c.item_us + work.state_bytes / c.state + work.partials * c.part_us
+    private = _soft_max(tail_bytes / c.tail, tail_heads * c.token_us / machine.units)
+    tail = private + rounds * c.round_us
+    fixed = c.launch_us + items * c.item_us + state_bytes / c.state + partials * c.part_us
     longer, shorter = (prefix, tail) if prefix >= tail else (tail, prefix)
     return Cost(fixed + longer + (1 - c.overlap) * shorter, read + private, compute, fixed)
 
@@ -192,14 +197,16 @@ def _soft_max(a: float, b: float) -> float:
 
 def _hard_max(a: float, b: float) -> float:
     """The larger, and up to 9% more where both are near: so well do FlashInfer's loads hide behind its products."""
-    return sqrt(_soft_max(a * a, b * b))
+    a4, b4 = a * a * (a * a), b * b * (b * b)
+    return sqrt(sqrt(sqrt(a4 * a4 + b4 * b4)))
 
 
 def predict(f: Features, c: Constants, regimes: tuple[Regime, ...]) -> list[Cost]:
     """Predicted cost of one layer under UNIFORM, and then under each of ``regimes``."""
-    costs = [uniform_cost(uniform_work(f, c.machine), c.stock(f.shape), c.machine)]
+    machine = c.machine
+    costs = [uniform_cost(uniform_work(f, machine), c.stock(f.shape), machine)]
     for regime in regimes:
-        costs.append(shared_cost(shared_work(f, c.machine, regime), c.shared(regime), c.machine))
+        costs.append(shared_cost(shared_work(f, machine, regime), c.shared(regime), machine))
     return costs
 
 

@@ -39,6 +39,10 @@ class Shape:
         return self.q_heads * self.head_dim * self.element
 
 
+BLOCK = 64
+"""Slots of a tile of both CUDA engines."""
+
+
 class Counted(NamedTuple):
     """What a shared regime's engine does with the shared stretches, whatever the private tails are.
 
@@ -64,6 +68,7 @@ class Features(NamedTuple):
         rows: requests in the batch.
         tokens, members: tokens of each shared stretch, and the requests that share it. Lists: at the sizes of a batch
             they take less time than numpy's arrays, and add up exactly.
+        blocks: of each stretch, the blocks of :data:`BLOCK` slots that it fills.
         most: most members.
         unique, reads, pairs: sums of the tokens, of tokens times members, and of the members.
         longest: most shared tokens that one request has.
@@ -75,6 +80,7 @@ class Features(NamedTuple):
     rows: int
     tokens: list[int]
     members: list[int]
+    blocks: list[int]
     most: int
     unique: int
     reads: int
@@ -90,8 +96,8 @@ class Features(NamedTuple):
         members = [len(item.rows) for item in items]
         reads = sum(map(mul, tokens, members))
         return Features(
-            shape, rows, tokens, members, max(members, default=0), sum(tokens), reads, sum(members), longest,
-            _cold(rows, all_tokens, reads), {},
+            shape, rows, tokens, members, [-(-count // BLOCK) for count in tokens], max(members, default=0),
+            sum(tokens), reads, sum(members), longest, _cold(rows, all_tokens, reads), {},
         )  # fmt: skip
 
     def grown(self, all_tokens: int) -> Features:

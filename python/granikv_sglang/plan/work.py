@@ -12,7 +12,7 @@ from operator import mul
 from typing import NamedTuple
 
 from granikv_sglang.core import Regime
-from granikv_sglang.plan.features import Counted, Features, Shape
+from granikv_sglang.plan.features import BLOCK, Counted, Features, Shape
 
 
 class Kind(StrEnum):
@@ -76,8 +76,6 @@ _GEMM, _CPU = Regime.BATCHED_GEMM, Kind.CPU  # looking up an enum's member costs
 SOFTMAX = 2048
 """What a score's softmax takes on a GPU, in operations of its products: a tile of head size 64 is hardly quicker than
 one of 128."""
-BLOCK = 64
-"""Slots of a tile of both CUDA engines."""
 SMALL_ROWS = 64
 """Up to so many query rows in every item the Triton engine takes its small variant, whose tile is that high."""
 PLAIN_GQA = 4
@@ -99,22 +97,26 @@ def is_plain(shape: Shape, machine: Machine) -> bool:
 
 def uniform_work(f: Features, machine: Machine) -> UniformWork:
     """Work of the stock backend."""
-    token_bytes, kv_heads = f.shape.token_bytes, f.shape.kv_heads
-    total = f.reads + f.cold
-    blocks, places = f.rows * kv_heads, 2 * machine.units
-    longest = f.longest + f.cold // max(1, f.rows)
+    # All at once, as in all that a classification runs through: by name each would take as long as a product.
+    shape, rows, tokens, _, _, _, unique, reads, _, shared, cold, _ = f
+    token_bytes, kv_heads = shape.token_bytes, shape.kv_heads
+    longest = shared + cold // (rows or 1)
     pieces, busy, idle, waves = 0.0, 0.0, 0.0, 0
     if machine.kind is not _CPU:
-        if 0 < blocks <= places:
+        units = machine.units
+        blocks, places = rows * kv_heads, 2 * units
+        if blocks > places:
+            waves = -(-blocks // places) - 1
+        elif blocks:
             pieces = min(longest / PIECE, places / blocks)
         # Where they are few, all else being equal, a layer takes 2 us less on an H200; the step is as steep as this.
-        busy = max(0.0, min(1.0, (max(1.0, pieces) * blocks / machine.units - 0.55) / 0.2))
-        idle = _idle(blocks, total, longest, f.rows, places)
-        waves = max(0, -(-blocks // places) - 1)
+        busy = ((pieces if pieces > 1 else 1.0) * blocks / units - 0.55) / 0.2
+        busy = 1.0 if busy > 1 else busy if busy > 0 else 0.0
+        idle = _idle(blocks, reads + cold, longest, rows, places)
     # By place: names would take as long as the sums.
     return UniformWork(
-        f.rows, f.unique * token_bytes, f.reads * token_bytes, f.cold * token_bytes, len(f.tokens),
-        f.reads * kv_heads, f.cold * kv_heads, pieces, busy, idle, waves,
+        rows, unique * token_bytes, reads * token_bytes, cold * token_bytes, len(tokens),
+        reads * kv_heads, cold * kv_heads, pieces, busy, idle, waves,
     )  # fmt: skip
 
 
@@ -126,33 +128,36 @@ def _idle(blocks: int, total: int, longest: int, rows: int, places: int) -> floa
     alike = 10 * total >= 9 * rows * longest  # all about equally long
     if blocks <= places:
         span = longest / (places // blocks) if alike else total / (places * rows / blocks - rows / 2)
-        return max(0.0, min(span, float(longest)) / even - 1)
-    # What starts together ends together: whole waves. Uneven ones fill each other's gaps.
-    waves = float(-(-blocks // places) * longest)
-    return max(0.0, (waves if alike else min(waves, even + longest / 2)) / even - 1)
+        span = min(span, float(longest))
+    else:
+        # What starts together ends together: whole waves. Uneven ones fill each other's gaps.
+        span = float(-(-blocks // places) * longest)
+        if not alike:
+            span = min(span, even + longest / 2)
+    return span / even - 1 if span > even else 0.0
 
 
 def shared_work(f: Features, machine: Machine, regime: Regime) -> SharedWork:
     """Work of the engine behind a shared regime."""
-    counted = f.counted.get(regime)
+    shape, rows, tokens, _, _, _, unique, _, pairs, _, cold, known = f
+    counted = known.get(regime)
     if counted is None:
-        counted = f.counted[regime] = _count(f, machine, regime)
+        counted = known[regime] = _count(f, machine, regime)
     again_bytes, operations, tile_operations, filled, partials = counted
-    shape = f.shape
     token_bytes, kv_heads = shape.token_bytes, shape.kv_heads
-    rounds, cold = 0.0, f.cold
-    if regime is _GEMM and machine.kind is not _CPU and f.tokens:
-        pieces, each = _tail_pieces(f, machine)
+    rounds = 0.0
+    if regime is _GEMM and machine.kind is not _CPU and tokens:
+        units = machine.units
+        pieces, each = _tail_pieces(rows, cold, units, kv_heads)
         partials += pieces
-        whole = -(-f.rows * pieces * kv_heads // machine.units)
-        padded = whole * machine.units * each * BLOCK // kv_heads
+        whole = -(-rows * pieces * kv_heads // units)
         # Shared memory decides how many run side by side: twice as many of head size 64 as of 128.
         rounds = whole * shape.head_dim / 128
-        cold = max(cold, padded)
+        cold = max(cold, whole * units * each * BLOCK // kv_heads)
     # By place: names would take as long as the sums.
     return SharedWork(
-        len(f.tokens), f.unique * token_bytes, again_bytes, operations, tile_operations, cold * token_bytes,
-        cold * kv_heads, max(f.pairs + f.rows, round(f.rows * partials)) * shape.row_bytes, filled, partials, rounds,
+        len(tokens), unique * token_bytes, again_bytes, operations, tile_operations, cold * token_bytes,
+        cold * kv_heads, max(pairs + rows, round(rows * partials)) * shape.row_bytes, filled, partials, rounds,
     )  # fmt: skip
 
 
@@ -168,58 +173,58 @@ def _count(f: Features, machine: Machine, regime: Regime) -> Counted:
     if regime is _GEMM:
         small = f.most * shape.gqa <= SMALL_ROWS
         height = SMALL_ROWS if small else 128
-        area, covered = _tiles(f, height)
+        area, again = _tiles(f, height)
         if not small:
             area -= _narrower(f)
         if f.tokens:
-            filled, partials = _pieces(f, area, height, machine)
+            filled, partials = _pieces(f.longest, area, height, machine.units / shape.kv_heads)
     else:
         height = _cascade_tile(f.rows * shape.gqa)
-        area, covered = _tiles(f, height)
-    again_bytes = (covered - f.unique) * shape.token_bytes
-    tile_operations = height * BLOCK * operations * machine.units
-    return Counted(again_bytes, area * operations * shape.kv_heads, tile_operations, filled, partials)
+        area, again = _tiles(f, height)
+    # By place, as above.
+    return Counted(
+        again * shape.token_bytes, area * operations * shape.kv_heads, height * BLOCK * operations * machine.units,
+        filled, partials,
+    )  # fmt: skip
 
 
 def _tiles(f: Features, height: int) -> tuple[int, int]:
     """The stretches cut into tiles of ``height`` query rows by 64 slots, for one KV head.
 
-    Returns query rows times slots of all tiles, padding included; and tokens of each stretch times the tiles of query
-    rows that read it.
+    Returns query rows times slots of all tiles, padding included; and how many tokens further tiles of query rows read
+    again.
     """
-    blocks = [(tokens + (BLOCK - 1)) // BLOCK for tokens in f.tokens]
     gqa = f.shape.gqa
     if f.most * gqa <= height:
-        return sum(blocks) * height * BLOCK, f.unique
-    passes = [(members * gqa + (height - 1)) // height for members in f.members]
-    return sum(map(mul, blocks, passes)) * height * BLOCK, sum(map(mul, f.tokens, passes))
+        return sum(f.blocks) * height * BLOCK, 0
+    passes = [-(-members * gqa // height) for members in f.members]
+    return sum(map(mul, f.blocks, passes)) * height * BLOCK, sum(map(mul, f.tokens, passes)) - f.unique
 
 
 def _narrower(f: Features) -> int:
     """What the tiles lose in area where the Triton engine gives items to its narrow grid, at half the height."""
-    members = NARROW_ROWS // f.shape.gqa
-    narrow = [tokens for tokens, count in zip(f.tokens, f.members, strict=True) if count <= members]
+    most = NARROW_ROWS // f.shape.gqa
+    narrow = [tokens if members <= most else 0 for tokens, members in zip(f.tokens, f.members, strict=True)]
     if sum(narrow) * f.shape.kv_heads < NARROW_LEAST:
         return 0
-    return sum([(tokens + (BLOCK - 1)) // BLOCK for tokens in narrow]) * 64 * BLOCK
+    return sum(blocks for blocks, tokens in zip(f.blocks, narrow, strict=True) if tokens) * 64 * BLOCK
 
 
-def _pieces(f: Features, area: int, height: int, machine: Machine) -> tuple[float, float]:
+def _pieces(longest: int, area: int, height: int, room: float) -> tuple[float, float]:
     """How full the Triton engine's planner makes the multiprocessors, and in how many pieces a request's prefix lies.
 
     It cuts a KV head's tiles into as many pieces as there is room for, or fewer: where the merge would take longer.
     """
-    room = machine.units / f.shape.kv_heads
     count = area / (height * BLOCK)
-    longest = (f.longest + (BLOCK - 1)) // BLOCK
-    pieces = max(1.0, min(room, count / sqrt(PART_TILES * longest)))
-    return min(1.0, pieces / room), min(float(longest), max(1.0, pieces * longest / count))
+    tiles = -(-longest // BLOCK)
+    pieces = max(1.0, min(room, count / sqrt(PART_TILES * tiles)))
+    return min(1.0, pieces / room), min(float(tiles), max(1.0, pieces * tiles / count))
 
 
-def _tail_pieces(f: Features, machine: Machine) -> tuple[int, int]:
+def _tail_pieces(rows: int, cold: int, units: int, kv_heads: int) -> tuple[int, int]:
     """In how many pieces it cuts one request's private tokens, where all have about as many, and a piece's tiles."""
-    most = -(-f.cold // max(1, TAIL_UNITS * machine.units // f.shape.kv_heads))
-    tiles = -(-(f.cold // f.rows) // BLOCK)
+    most = -(-cold // ((TAIL_UNITS * units // kv_heads) or 1))
+    tiles = -(-(cold // rows) // BLOCK)
     pieces = -(-tiles // max(-(-most // BLOCK), ceil(sqrt(PART_TILES * tiles))))
     return pieces, -(-tiles // pieces)
 

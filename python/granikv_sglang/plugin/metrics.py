@@ -62,6 +62,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "granikv_extended_promotions_total", "Promotions that continue a HOT prefix.", counter="extended_promotions"
     ),
+    Metric(
+        "granikv_partial_promotions_total",
+        "Promotions of a prefix's beginning, no free run being long enough for all of it.",
+        counter="partial_promotions",
+    ),
     _DECLINES,
     Metric(
         "granikv_hot_prefill_tokens_total",

@@ -7,18 +7,19 @@ before they are admitted, retracted ones have forgotten theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from granikv_kernels.copy_slots import copy_slots_reference
 from granikv_sglang.config import GraniKVConfig
 from granikv_sglang.core import Breaker, Counters, Decline
 from granikv_sglang.plugin.ranks import RankCheck
 from granikv_sglang.tree.audit import HeldRow, audit
-from granikv_sglang.tree.policy import Segment, choose_segment
+from granikv_sglang.tree.policy import Segment, rank_segments
 from granikv_sglang.tree.radix import GraniRadixCache
 
 
@@ -71,7 +72,7 @@ class Promoter:
 
     def _promote_best(self, scheduler: Any, reqs: list[Any]) -> None:
         views = self._tree.views((req.last_node, _steps_left(req)) for req in reqs)
-        segment, declines = choose_segment(
+        segments, declines = rank_segments(
             views,
             min_tokens=self._config.min_tokens,
             min_sharers=self._config.min_sharers,
@@ -79,20 +80,23 @@ class Promoter:
         )
         for node_id, reason in declines:
             self._decline(node_id, reason)
-        if segment is None:
+        if not segments:
             return
         if self._breaker.off:
-            self._decline(segment.node_ids[0], Decline.SWITCHED_OFF)
+            self._decline(segments[0].node_ids[0], Decline.SWITCHED_OFF)
             return
-        deepest = segment.node_ids[-1]
-        holder = next(req for req in reqs if any(node.id == deepest for node in self._tree.upwards(req.last_node)))
         # Reserved here and not on the forward stream: where free slots must be read, the host waits for the stream.
-        start = self._tree.reserve(segment.tokens)
-        if start is None:
-            self._turned_down(segment, Decline.NO_ROOM)
+        found = self._place_for(segments)
+        if found is None:
+            self._turned_down(segments[0], Decline.NO_ROOM)
             return
+        segment, tokens, start = found
+        holder = self._holder(reqs, segment)
+        if tokens < segment.tokens:
+            segment = self._tree.leading_part(segment, holder, tokens)
+            self._counters.partial_promotions += 1
         with _forward_stream(scheduler):
-            outcome = self._tree.promote(segment, holder.last_node, self._copy_on_all_ranks, start)
+            outcome = self._tree.promote(segment, holder, self._copy_on_all_ranks, start)
             if isinstance(outcome, Decline):
                 self._turned_down(segment, outcome)
                 return
@@ -100,6 +104,33 @@ class Promoter:
             self._note("promoted", offset, segment.tokens, start)
             self._swing(reqs, segment, offset, new)
         self._tree.allocator.free(old)
+
+    def _place_for(self, segments: Sequence[Segment]) -> tuple[Segment, int, int] | None:
+        """What to promote of which segment, and the first slot of a run reserved for it: ``(segment, tokens, start)``.
+
+        The segment worth most gets a run for all of it, by eviction if need be. Where there is none, as much of it as
+        the longest free run takes: its old slots make room for the rest at the next step. Where that is too little to
+        be worth an extent, the same is asked of the next segment.
+        """
+        first = segments[0]
+        start = self._tree.reserve(first.tokens)
+        if start is not None:
+            return first, first.tokens, start
+        room = self._tree.room()
+        for segment in segments:
+            if segment.least_part(self._config.min_segment) <= room:
+                tokens = min(segment.tokens, room)
+                start = self._tree.reserve(tokens)
+                assert start is not None, "a run that is known to be free"
+                return segment, tokens, start
+        return None
+
+    def _holder(self, reqs: Sequence[Any], segment: Segment) -> TreeNode:
+        """The last node of a live request that holds all of ``segment``."""
+        deepest = segment.node_ids[-1]
+        return next(
+            req.last_node for req in reqs if any(node.id == deepest for node in self._tree.upwards(req.last_node))
+        )
 
     def _turned_down(self, segment: Segment, reason: Decline) -> None:
         self._decline(segment.node_ids[0], reason)

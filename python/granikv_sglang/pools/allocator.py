@@ -98,6 +98,13 @@ class ElasticAllocator(TokenToKVPoolAllocator):
             self.free_pages = free[inside.sort(stable=True).indices[: len(free) - length]]
         return start
 
+    def longest_known_run(self, align: int) -> int:
+        """Slots in the longest free run from a multiple of ``align`` on, as far as the host knows.
+
+        That is all of them right after :meth:`alloc_run` has found none.
+        """
+        return max(0, self._known.longest(align))
+
     def largest_free_run(self) -> int:
         """Length of the longest free run, in slots. Synchronises with the device."""
         return max((length for _, length in runs_of(self.peek_free())), default=0)

@@ -59,6 +59,11 @@ class KnownFree:
             self._runs[0] = (start + self._handed_out, size - self._handed_out)
         self._handed_out = 0
 
+    def longest(self, align: int) -> int:
+        """Slots in the longest known run from a multiple of ``align`` on; 0 where there is none."""
+        self._drop_handed_out()
+        return max((size - (-start % align) for start, size in self._runs), default=0)
+
     def take_run(self, length: int, align: int) -> int | None:
         """Take the highest aligned run, or None where no run is known to be long enough."""
         self._drop_handed_out()

@@ -13,6 +13,9 @@ from granikv_sglang.core import Decline
 COPY_READS = 3
 """What a promotion costs, in reads of the prefix: one read, one write, and the index updates that go with it."""
 
+PART_SHARE = 4
+"""Where no run takes a whole stretch, one that takes this part of it does: extents on a path stay few."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
@@ -47,16 +50,20 @@ class Segment:
         """Token reads saved over the steps that remain, the copy paid."""
         return self.tokens * (self.saved_reads - COPY_READS)
 
+    def least_part(self, min_segment: int) -> int:
+        """Leading tokens worth an extent of their own, where there is no room for all."""
+        return max(min_segment, -(-self.tokens // PART_SHARE))
+
 
 def reads_saved(remaining: Sequence[int]) -> int:
     """Reads of a prefix that sharing avoids: every step reads once for all live members instead of once each."""
     return sum(remaining) - max(remaining, default=0)
 
 
-def choose_segment(
+def rank_segments(
     views: Sequence[NodeView], *, min_tokens: int, min_sharers: int, min_segment: int
-) -> tuple[Segment | None, list[tuple[int, Decline]]]:
-    """The segment worth most, and for each shared stretch that is not promoted its top node and the reason.
+) -> tuple[list[Segment], list[tuple[int, Decline]]]:
+    """The segments worth promoting, and for each shared stretch that is not its top node and the reason.
 
     Args:
         views: every node held by a live request, parents before children.
@@ -64,16 +71,17 @@ def choose_segment(
         min_segment: shortest COLD stretch worth an extent of its own, in tokens.
 
     Returns:
-        The best segment (None when nothing qualifies) and the declines, in the order of ``views``.
+        The segments, the one worth most first, and the declines, in the order of ``views``.
     """
-    best: Segment | None = None
+    segments: list[Segment] = []
     declines: list[tuple[int, Decline]] = []
     for outcome in _candidates(views, min_tokens, min_sharers, min_segment):
-        if not isinstance(outcome, Segment):
+        if isinstance(outcome, Segment):
+            segments.append(outcome)
+        else:
             declines.append(outcome)
-        elif best is None or (outcome.saving, -outcome.node_ids[-1]) > (best.saving, -best.node_ids[-1]):
-            best = outcome
-    return best, declines
+    segments.sort(key=lambda segment: (-segment.saving, segment.node_ids[-1]))
+    return segments, declines
 
 
 def _candidates(

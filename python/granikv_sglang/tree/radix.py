@@ -176,6 +176,27 @@ class GraniRadixCache(LeanRadixCache):
             start = self.allocator.alloc_run(tokens, EXTENT_ALIGN)
         return start
 
+    def room(self) -> int:
+        """The most tokens that an extent can have, right after :meth:`reserve` has found no room for more."""
+        return self.allocator.longest_known_run(EXTENT_ALIGN)
+
+    def leading_part(self, segment: Segment, last_node: TreeNode, tokens: int) -> Segment:
+        """The first ``tokens`` of a COLD segment as a segment of their own; the node in which they end is split.
+
+        Args:
+            segment, last_node: as for :meth:`promote`.
+            tokens: 0 < tokens < those of the segment.
+        """
+        ids, left = [], tokens
+        for node in self._segment_nodes(segment, last_node):
+            if left < len(node.key):
+                node = self._split_node(node.key, node, left)
+            ids.append(node.id)
+            left -= len(node.key)
+            if left == 0:
+                break
+        return dataclasses.replace(segment, node_ids=tuple(ids), tokens=tokens)
+
     def promote(
         self, segment: Segment, last_node: TreeNode, copy: CopySlots, start: int
     ) -> tuple[int, torch.Tensor, torch.Tensor] | Decline:
