@@ -20,6 +20,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import serving_tables
+
 if TYPE_CHECKING:
     from granikv_sglang.plugin.hooks import Hook
 
@@ -316,43 +318,10 @@ def prompt_order_table(rows: Iterable[Mapping[str, Any]]) -> str:
 # -- docs/results.md ---------------------------------------------------------------------------------------------------
 
 
-def serving() -> str:
-    """Every point of the serving benchmark's runs."""
+def _serving(rows_of: Callable[[Iterable[Mapping[str, Any]]], Any]) -> str:
     from granikv_sglang.bench_serving.results import load  # noqa: PLC0415  (imports SGLang, seconds)
 
-    return serving_table(load(sorted((ROOT / "benchmark" / "results" / "serving").glob("*.jsonl"))))
-
-
-def serving_table(records: Iterable[Mapping[str, Any]]) -> str:
-    """A row for each comparison: speed-ups with their ranges, latencies of both sides, medians of the repetitions."""
-    rows = []
-    points = [record for record in records if record["kind"] == "point"]
-    # The grid in order, then the shapes as they were measured.
-    grid = sorted((p for p in points if p["shape"] == "homogeneous"), key=lambda p: (p["prefix_tokens"], p["agents"]))
-    for point in [*grid, *(p for p in points if p["shape"] != "homogeneous")]:
-        for name, comparison in point["comparisons"].items():
-            outputs = next(gate["text"] for gate in comparison["gates"] if gate["name"] == "outputs")
-            stock, ours = (point["sides"][side]["metrics"] for side in (point["baseline"], name))
-            times = [
-                f"{stock[key][0]:.{digits}f} / {ours[key][0]:.{digits}f}"
-                for key, digits in (("output_throughput", 0), ("median_ttft_ms", 0), ("median_tpot_ms", 2))
-            ]
-            ratios = [
-                "{:.2f} ({:.2f} - {:.2f})".format(*comparison["speedup"][key]) if key in comparison["speedup"] else ""
-                for key in ("output_throughput", "decode_throughput")
-            ]
-            about = (outputs.removesuffix(" equal"), point["provenance"]["commit"])
-            rows.append((point["point"], name, times[0], *ratios, *times[1:], *about))
-    titles = (
-        "load",
-        "side",
-        "tokens/s",
-        "speed-up (range)",
-        "while all decode (range)",
-        "TTFT p50, ms",
-        "TPOT p50, ms",
-    )
-    return table((*titles, "equal outputs", "commit"), rows)
+    return table(*rows_of(load(sorted((ROOT / "benchmark" / "results" / "serving").glob("*.jsonl")))))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -366,7 +335,10 @@ FILES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     },
     "operations": {"reasons": reasons, "declines": declines},
     "readme": {"refused-flags": refused_flags},
-    "results": {"serving": serving},
+    "results": {
+        "serving": lambda: _serving(serving_tables.loads),
+        "decomposition": lambda: _serving(serving_tables.decomposition),
+    },
 }  # fmt: skip
 """Name on the command line -> generated parts of that file."""
 

@@ -171,7 +171,8 @@ class Runner:
                 asks = tuple(Ask(a.rid, a.group, a.prompt, a.prompt_len, min(most, a.output_len)) for a in asks)
             begin = len(requester.outputs)
             try:
-                drive(options, side.url, asks, requester, self.log)
+                with machine.collector_held():
+                    drive(options, side.url, asks, requester, self.log)
             except GraniKVError as error:
                 raise BrokenOff(str(error), requester.outputs) from error
             fresh = requester.outputs[begin:]
