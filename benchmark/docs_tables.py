@@ -81,7 +81,7 @@ ADVICE: Mapping[str, str] = {
     "not_decode": "Nothing to do.",
     "nothing_shared": "If you expected sharing: look at `declines`, and are prompts equal from the first token on?",
     "too_small": "Normal for short prefixes or few members; to compare, force a regime with `--granikv-regime`.",
-    "over_capacity": "Normal above 1024 requests; otherwise report it with `doctor --json`.",
+    "over_capacity": "Normal above 1024 requests in one batch; otherwise report it with `doctor --json`.",
     "engine_off": "Look for 'GraniKV: a fault in' in the server's log, and report it; restart to try again.",
     "forced": "Set `--granikv-regime auto` to let the classifier choose.",
     "memory_bound": "Nothing to do: this is a shared pass.",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
-Rows = tuple[Sequence[str], list[Sequence[str]]]
+Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Titles of the columns, and the rows."""
 
 PARTS = {

@@ -6,6 +6,7 @@ import pytest
 
 from granikv_sglang.core import Counters, Reason, Regime, Span
 from granikv_sglang.plan import (
+    Capacity,
     Classifier,
     Decision,
     Kind,
@@ -17,6 +18,7 @@ from granikv_sglang.plan import (
     build_items,
     coverage_of,
 )
+from granikv_sglang.plan.forest import within
 
 TEAM, ROLE_A, ROLE_B = (1, Span(1024, 500)), (2, Span(2048, 100)), (3, Span(2560, 80))
 SHAPE = Shape(q_heads=6, kv_heads=2, head_dim=1, element=2, layers=2)  # 8 bytes a token and layer
@@ -72,9 +74,8 @@ def test_a_short_beginning_joins_what_adjoins_it():
     assert coverage_of(items, 7).tolist() == [403, 403, 403, 303, 303, 0, 0]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_random_forests_keep_coverage_leading_and_members_identical(seed):
-    rng = random.Random(seed)
+def random_paths(rng: random.Random) -> list[list[tuple[int, Span]]]:
+    """Root paths of 40 rows in a random tree of 29 nodes."""
     tree: dict[int, tuple[int, ...]] = {0: ()}
     spans = {}
     for node_id in range(1, 30):
@@ -84,13 +85,66 @@ def test_random_forests_keep_coverage_leading_and_members_identical(seed):
         adjoins = above is not None and above.stop not in {span.start for span in spans.values()} and rng.random() < 0.6
         start = above.stop if adjoins and above is not None else node_id * 1000 + rng.randrange(3)
         spans[node_id] = Span(start, rng.randint(1, 90))
-    paths = [[(n, spans[n]) for n in tree[rng.randrange(30)]] for _ in range(40)]
-    items = build_items(paths, min_item_tokens=rng.choice([1, 20, 60]))
-    coverage = coverage_of(items, 40)
+    return [[(n, spans[n]) for n in tree[rng.randrange(30)]] for _ in range(40)]
+
+
+def assert_leading(items, paths):
+    """The items of each row are a leading span of its path."""
+    coverage = coverage_of(items, len(paths))
     for row, path in enumerate(paths):
         slots = [s for _, span in path for s in range(span.start, span.stop)]
         mine = [s for item in items if row in item.rows for s in range(item.start, item.start + item.tokens)]
         assert mine == slots[: coverage[row]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_forests_keep_coverage_leading_and_members_identical(seed):
+    rng = random.Random(seed)
+    paths = random_paths(rng)
+    assert_leading(build_items(paths, min_item_tokens=rng.choice([1, 20, 60])), paths)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_forest_too_large_for_the_buffers_loses_the_least_it_can_at_the_end(seed):
+    rng = random.Random(seed)
+    paths = random_paths(rng)
+    items = build_items(paths, min_item_tokens=rng.choice([1, 20, 60]))
+    pairs = sum(len(item.rows) for item in items)
+    for capacity in (Capacity(64, rng.randrange(len(items)), 10**6), Capacity(64, 10**6, rng.randrange(pairs))):
+
+        def holds(some, capacity=capacity):
+            return capacity.holds(40, some)
+
+        kept = within(items, holds)
+        assert holds(kept) and not holds(items)
+        assert [item for item in items if item in kept] == list(kept)
+        assert_leading(kept, paths)
+        # One step earlier it did not fit: of what had no item below, the one that saves least went last.
+        gone = [item for item in items if item not in kept]
+        back = [[i for i in items if i in kept or i is one] for one in gone]
+        assert any(not holds(some) for some in back)
+    assert within(items, lambda some: len(some) == 0) == ()
+    assert within(items, lambda some: True) == items
+
+
+def test_what_saves_most_stays_whatever_its_depth():
+    deep, wide = ((1, Span(1000, 10)), (2, Span(3000, 900))), ((3, Span(9000, 300)),)
+    items = build_items([deep] * 3 + [wide] * 2)
+    assert [item.node_id for item in within(items, lambda some: len(some) <= 2)] == [1, 2]
+    assert [item.node_id for item in within(items, lambda some: len(some) <= 1)] == [1]
+
+
+def test_a_batch_whose_forest_does_not_fit_shares_what_does():
+    """Six levels in a full batch, buffers for four items a row: not the end of sharing."""
+    levels = tuple((level, Span(10000 * level, 1000 - level)) for level in range(1, 7))
+    capacities = {Regime.CASCADE: Capacity(rows=8, items=8, pairs=32)}
+    planner = Planner(EAGER, shape=SHAPE, counters=Counters(), capacities=capacities)
+    plan = planner.decode("a", lambda: [levels] * 8, lambda: 8 * 6100)
+    assert plan.decision.regime is Regime.CASCADE
+    assert [item.node_id for item in plan.items] == [1, 2, 3, 4]
+    assert plan.coverage.tolist() == [999 + 998 + 997 + 996] * 8
+    too_many = planner.decode("b", lambda: [levels] * 9, lambda: 9 * 6100)
+    assert too_many.decision == Decision(Regime.UNIFORM, Reason.OVER_CAPACITY)
 
 
 def test_planner_reuses_the_plan_while_the_key_stands_and_counts_every_pass():

@@ -27,7 +27,7 @@ class Reason(StrEnum):
     TOO_SMALL = "too_small"
     """A HOT prefix is there, but what it saves does not pay for the extra launches."""
     OVER_CAPACITY = "over_capacity"
-    """More rows, shared stretches or members than the engine's fixed buffers hold."""
+    """More rows than the engine's fixed buffers hold, or no shared stretch that they do."""
     ENGINE_OFF = "engine_off"
     """The engine of the regime that was chosen has failed too often and is switched off."""
     FORCED = "forced"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +102,46 @@ def _join_short(items: list[Item], keep: list[bool], above: list[int | None], mi
             item = Item(item.start, item.tokens, tuple(sorted(others)), item.node_id)
         found.append(item)
     return tuple(found)
+
+
+def within(items: Sequence[Item], holds: Callable[[Sequence[Item]], bool]) -> tuple[Item, ...]:
+    """The items without as few as an engine's buffers ask for; what is left out is read by each of its members.
+
+    Items go in the order of what they save, the least first, but none before those below it: what is left still covers
+    a leading span of every row.
+
+    Args:
+        items: a forest, parents before children.
+        holds: whether the engine's buffers take a plan of these items. What it takes, it takes with fewer items too.
+
+    Returns:
+        The items kept, in their order; none where even one is too many.
+    """
+    above: list[int | None] = []
+    children = [0] * len(items)
+    last: dict[int, int] = {}
+    for index, item in enumerate(items):
+        over = last.get(item.rows[0])
+        above.append(over)
+        if over is not None:
+            children[over] += 1
+        last.update(dict.fromkeys(item.rows, index))
+    leaves = [(item.tokens_not_reread, index) for index, item in enumerate(items) if children[index] == 0]
+    heapify(leaves)
+    goes: dict[int, int] = {}
+    while leaves:
+        _, index = heappop(leaves)
+        goes[index] = len(goes)
+        over = above[index]
+        if over is not None:
+            children[over] -= 1
+            if children[over] == 0:
+                heappush(leaves, (items[over].tokens_not_reread, over))
+
+    def without(count: int) -> tuple[Item, ...]:
+        return tuple(item for index, item in enumerate(items) if goes[index] >= count)
+
+    return without(bisect_left(range(len(items) + 1), True, key=lambda count: holds(without(count))))
 
 
 def coverage_of(items: Sequence[Item], rows: int) -> npt.NDArray[np.int32]:

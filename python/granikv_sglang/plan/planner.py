@@ -13,7 +13,7 @@ from granikv_sglang.plan.classify import HOLD_PASSES, Classifier, Standing
 from granikv_sglang.plan.cost import predict
 from granikv_sglang.plan.extend import query_tiles
 from granikv_sglang.plan.features import Features, Shape
-from granikv_sglang.plan.forest import build_items, coverage_of
+from granikv_sglang.plan.forest import build_items, coverage_of, within
 
 RECLASSIFY_PASSES = 64
 """Passes with one membership after which the regime is weighed again.
@@ -126,16 +126,26 @@ class Planner:
 
     def _build(self, paths: Sequence[Path], tokens: Callable[[], int]) -> Plan:
         members = max(2, len(paths)) if self._whole_batch else 2
-        self._items = build_items(paths, self._classifier.bounds.min_item_tokens, members)
+        items = build_items(paths, self._classifier.bounds.min_item_tokens, members)
+        self._items = self._that_fit(items, len(paths))
         self._coverage = coverage_of(self._items, len(paths))
         self._features = None
-        self._holding = tuple(r for r in self._classifier.regimes() if self._holds(r, len(paths)))
+        self._holding = tuple(r for r in self._classifier.regimes() if self._holds(r, len(paths), self._items))
         decision = self._classify(tokens() if self._items else len(paths))
         return self._plan_of(self._settle(decision, self._items, decision.regime.value))
 
-    def _holds(self, regime: Regime, rows: int) -> bool:
+    def _that_fit(self, items: tuple[Item, ...], rows: int) -> tuple[Item, ...]:
+        """The items, or as many as some engine holds; all of them where no engine takes so many rows."""
+        regimes = self._classifier.regimes()
+
+        def holds(some: Sequence[Item]) -> bool:
+            return any(self._holds(regime, rows, some) for regime in regimes)
+
+        return items if not items or holds(items) else within(items, holds) or items
+
+    def _holds(self, regime: Regime, rows: int, items: Sequence[Item]) -> bool:
         capacity = self._capacities.get(regime)
-        return capacity is None or capacity.holds(rows, self._items)
+        return capacity is None or capacity.holds(rows, items)
 
     def _grown(self, tokens: int) -> Features:
         """Features of the batch with ``tokens`` tokens in its contexts; most of them change with membership alone."""
