@@ -94,6 +94,13 @@ def test_every_picture_is_there_and_on_the_page(tmp_path):
     assert "1.25x (1.20 to 1.30)" in page.text
 
 
+def test_all_commits_and_days_of_a_page_are_named_at_its_top(tmp_path):
+    later = {**PROVENANCE, "date": "2026-12-01T00:00:00+0000", "commit": "def5678"}
+    page = report([*GRID, {**GRID[0], "provenance": later}, GRID[1]], tmp_path)
+    assert "2 CPU cores, <b>bold</b> · 2026-11-30, 2026-12-01 · commits abc1234, def5678" in page.text
+    assert "· 2026-11-30 · commit abc1234" in report(GRID, tmp_path).text
+
+
 def with_variant(record, name, speed):
     """The record of a run that measured one more side."""
     found = copy.deepcopy(record)

@@ -199,6 +199,20 @@ def test_a_part_ends_inside_a_node_or_between_two(first):
     assert world.tree.hot_path(reqs[1].last_node) == world.tree.hot_path(reqs[0].last_node)
 
 
+def test_unlocked_leaves_give_way_to_a_part_where_not_to_the_whole():
+    """Slots 1 to 810 hold the prefix and its requests, 811 to 1410 an old leaf, those behind a running request."""
+    world = World(slots=2200)
+    reqs = [serve(world, words((20000, 800), (i, 5))) for i in (1, 2)]
+    old = serve(world, words((9000, 600)))
+    fill_up(world, 2201)
+    world.release(old, insert=True)
+    world.promote()
+    world.check()
+    assert world.counters.room_evictions == 1
+    assert world.counters.partial_promotions == 1
+    assert [span.length for _, span in world.tree.hot_path(reqs[1].last_node)] == [200]
+
+
 def test_where_the_prefix_worth_most_has_no_room_the_next_one_is_promoted():
     world = World(slots=1400)
     big = [serve(world, words((20000, 900), (i, 5))) for i in (1, 2, 3)]

@@ -51,14 +51,13 @@ def write_report(records: Sequence[Record], folder: Path) -> Path:
 
 def page(records: Sequence[Record], pictures: Sequence[Picture]) -> str:
     """The whole page as text. Everything that comes from records is escaped."""
-    about = records[-1]["provenance"]
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>GraniKV serving benchmark</title><style>{_STYLE}</style></head><body>",
         "<h1>GraniKV serving benchmark</h1>",
-        f'<p class="soft">{_e(about["device"])} · {_e(about["date"][:10])} · commit {_e(about["commit"])}</p>',
+        f'<p class="soft">{_e(_origin(records))}</p>',
         _verdict(records),
         "<h2>Results</h2>",
         _overview(records),
@@ -72,6 +71,15 @@ def page(records: Sequence[Record], pictures: Sequence[Picture]) -> str:
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _origin(records: Sequence[Record]) -> str:
+    """Devices, days and commits of all results: files of several runs may be on one page."""
+    about = [record["provenance"] for record in records]
+    days = sorted({a["date"][:10] for a in about})
+    commits = list(dict.fromkeys(a["commit"] for a in about))
+    named = f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}"
+    return " · ".join([*dict.fromkeys(a["device"] for a in about), ", ".join(days), named])
 
 
 def _verdict(records: Sequence[Record]) -> str:

@@ -109,13 +109,18 @@ class Promoter:
         """What to promote of which segment, and the first slot of a run reserved for it: ``(segment, tokens, start)``.
 
         The segment worth most gets a run for all of it, by eviction if need be. Where there is none, as much of it as
-        the longest free run takes: its old slots make room for the rest at the next step. Where that is too little to
-        be worth an extent, the same is asked of the next segment.
+        the longest free run takes, or the least that is worth an extent, by eviction again: its old slots make room for
+        the rest at the next step. Where not even that is to be had, the next segments are asked for what is free.
         """
         first = segments[0]
+        least = first.least_part(self._config.min_segment)
         start = self._tree.reserve(first.tokens)
         if start is not None:
             return first, first.tokens, start
+        if self._tree.room() < least < first.tokens:
+            start = self._tree.reserve(least)
+            if start is not None:
+                return first, least, start
         room = self._tree.room()
         for segment in segments:
             if segment.least_part(self._config.min_segment) <= room:

@@ -103,7 +103,7 @@ class ElasticAllocator(TokenToKVPoolAllocator):
 
         That is all of them right after :meth:`alloc_run` has found none.
         """
-        return max(0, self._known.longest(align))
+        return self._known.longest(align)
 
     def largest_free_run(self) -> int:
         """Length of the longest free run, in slots. Synchronises with the device."""

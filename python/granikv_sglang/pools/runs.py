@@ -62,7 +62,7 @@ class KnownFree:
     def longest(self, align: int) -> int:
         """Slots in the longest known run from a multiple of ``align`` on; 0 where there is none."""
         self._drop_handed_out()
-        return max((size - (-start % align) for start, size in self._runs), default=0)
+        return max([0, *(size - (-start % align) for start, size in self._runs)])
 
     def take_run(self, length: int, align: int) -> int | None:
         """Take the highest aligned run, or None where no run is known to be long enough."""
