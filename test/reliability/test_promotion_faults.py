@@ -202,6 +202,37 @@ def test_no_room_is_a_decline_and_nothing_else(driver):
     finish(driver, giant, *pair)
 
 
+@pytest.mark.parametrize("meanwhile", ["nothing", "a chunk", "an abort", "a retraction"])
+def test_in_parts_while_the_pool_is_tight(driver, monkeypatch, meanwhile):
+    """About 500 slots are free in one run: the first of the two parts of a prefix of 900, whose old slots take the other.
+
+    Between the two the prefix is half HOT, in a node that was split for it.
+    """
+    long = words(62, 900)
+    other = driver.request(words(63, 450), 100)
+    driver.hold_promotions()
+    driver.turn(other)
+    driver.turns_until(lambda: driver.reqs[other.rid].output_ids)
+    pair = [driver.request([*long, 401 + i], 60) for i in range(2)]
+    driver.turn(*pair)
+    driver.turns_until(lambda: all(driver.reqs[r.rid].output_ids for r in pair))
+    driver.let_promote()
+    before, parts = driver.counters.promotions, driver.counters.partial_promotions
+    driver.turn()
+    assert (driver.counters.promotions, driver.counters.partial_promotions) == (before + 1, parts + 1)
+    assert 225 <= driver.tree.hot_tokens() < 900
+    if meanwhile == "a retraction":
+        monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
+        monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT_INTERVAL", 2)
+    third = driver.request([*long[:700], 7, 8, 9], 20)
+    between = {"a chunk": [third], "an abort": [driver.abort(other)]}
+    driver.turn(*between.get(meanwhile, []))
+    driver.turns_until(lambda: driver.tree.hot_tokens() >= 700)
+    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", False)
+    assert driver.counters.promotions >= before + 2
+    finish(driver, *pair, *([third] if meanwhile == "a chunk" else []), *([other] if meanwhile != "an abort" else []))
+
+
 @pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError(), ValueError("a kernel's own error")])
 def test_a_copy_that_fails_leaves_the_prefix_cold(driver, monkeypatch, error):
     """Out of memory, a launch that fails, whatever a kernel raises: the run goes back, all are served from COLD."""
