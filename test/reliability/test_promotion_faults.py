@@ -204,7 +204,7 @@ def test_no_room_is_a_decline_and_nothing_else(driver):
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "a chunk", "an abort", "a retraction"])
 def test_in_parts_while_the_pool_is_tight(driver, monkeypatch, meanwhile):
-    """About 500 slots are free in one run: the first of the two parts of a prefix of 900, whose old slots take the other.
+    """About 500 slots are free in one run. They take the first part of a prefix of 900, its old slots take the second.
 
     Between the two the prefix is half HOT, in a node that was split for it.
     """
