@@ -101,6 +101,14 @@ def test_all_commits_and_days_of_a_page_are_named_at_its_top(tmp_path):
     assert "· 2026-11-30 · commit abc1234" in report(GRID, tmp_path).text
 
 
+def test_loads_are_in_order_whichever_file_they_come_from(tmp_path):
+    page = report([ALL[5], with_variant(GRID[0], "other", 1.5), *reversed(GRID)], tmp_path)
+    loads = re.findall(r"(?:homogeneous|none) \d+ x \d+", page.text.partition("Each point")[0])
+    assert loads == [
+        "none 8 x 64", *(f"homogeneous {n} x {prefix}" for prefix in (256, 1024) for n in (4, 8)), "homogeneous 4 x 256"
+    ]  # fmt: skip
+
+
 def with_variant(record, name, speed):
     """The record of a run that measured one more side."""
     found = copy.deepcopy(record)
