@@ -51,7 +51,7 @@ def write_report(records: Sequence[Record], folder: Path) -> Path:
 
 
 def _in_order(records: Sequence[Record]) -> list[Record]:
-    """Loads of a shape by prefix and requests, whichever run they come from; with variants after; then what broke off."""
+    """Loads of a shape by prefix and requests, whichever run they come from; those with variants; what broke off."""
     shapes = list(dict.fromkeys(record.get("shape") for record in records))
 
     def place(record: Record) -> tuple[float, ...]:
