@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from granikv_sglang.core import Decline
-from granikv_sglang.tree.policy import COPY_READS, NodeView, rank_segments, reads_saved
+from granikv_sglang.tree.policy import COPY_READS, NodeView, Segment, rank_segments, reads_saved
 from granikv_sglang.tree.room import BLOCKED, least_recent_window
 
 STEPS = 100
@@ -102,3 +102,19 @@ def test_room_agrees_with_the_plain_search(seed):
     best = min((int(rank[s : s + length].max()), -s) for s in starts)
     expected = None if best[0] == BLOCKED else -best[1]
     assert least_recent_window(rank.astype(np.int64), length, 32) == expected
+
+
+def test_a_part_and_what_it_leaves_are_both_worth_an_extent():
+    segment = Segment((1,), 1000, 99)
+    assert segment.part(1200, 100) == segment.part(1000, 100) == 1000
+    assert segment.part(950, 100) == 900
+    assert segment.part(600, 100) == 600
+    assert (segment.part(250, 100), segment.part(249, 100)) == (250, 0)
+    assert (segment.part(350, 300), segment.part(299, 300)) == (350, 0)
+    short = Segment((1,), 120, 99)
+    assert (short.part(120, 100), short.part(119, 100)) == (120, 0)
+    for tokens in range(1, 300):
+        for room in range(0, 320, 7):
+            part = Segment((1,), tokens, 9).part(room, 64)
+            assert part in (0, tokens) or (64 <= part <= room and tokens - part >= 64 and 4 * part >= tokens)
+            assert part == 0 or part <= room

@@ -112,19 +112,19 @@ class Promoter:
         the longest free run takes, or the least that is worth an extent, by eviction again: its old slots make room for
         the rest at the next step. Where not even that is to be had, the next segments are asked for what is free.
         """
-        first = segments[0]
-        least = first.least_part(self._config.min_segment)
+        first, min_segment = segments[0], self._config.min_segment
         start = self._tree.reserve(first.tokens)
         if start is not None:
             return first, first.tokens, start
+        least = first.part(first.least_part(min_segment), min_segment)
         if self._tree.room() < least < first.tokens:
             start = self._tree.reserve(least)
             if start is not None:
                 return first, least, start
         room = self._tree.room()
         for segment in segments:
-            if segment.least_part(self._config.min_segment) <= room:
-                tokens = min(segment.tokens, room)
+            tokens = segment.part(room, min_segment)
+            if tokens:
                 start = self._tree.reserve(tokens)
                 assert start is not None, "a run that is known to be free"
                 return segment, tokens, start

@@ -54,6 +54,16 @@ class Segment:
         """Leading tokens worth an extent of their own, where there is no room for all."""
         return max(min_segment, -(-self.tokens // PART_SHARE))
 
+    def part(self, room: int, min_segment: int) -> int:
+        """Leading tokens to put into a run of ``room`` slots; 0 where it is too short.
+
+        What is left of the segment, if anything, is worth an extent of its own.
+        """
+        if room >= self.tokens:
+            return self.tokens
+        part = min(room, self.tokens - min_segment)
+        return part if part >= self.least_part(min_segment) else 0
+
 
 def reads_saved(remaining: Sequence[int]) -> int:
     """Reads of a prefix that sharing avoids: every step reads once for all live members instead of once each."""
