@@ -319,9 +319,10 @@ def prompt_order_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _serving(rows_of: Callable[[Iterable[Mapping[str, Any]]], Any]) -> str:
-    from granikv_sglang.bench_serving.results import load  # noqa: PLC0415  (imports SGLang, seconds)
+    from granikv_sglang.bench_serving.results import in_order, load  # noqa: PLC0415  (imports SGLang, seconds)
 
-    return table(*rows_of(load(sorted((ROOT / "benchmark" / "results" / "serving").glob("*.jsonl")))))
+    files = sorted((ROOT / "benchmark" / "results" / "serving").glob("*.jsonl"))
+    return table(*rows_of(in_order(load(files))))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

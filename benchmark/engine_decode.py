@@ -9,7 +9,6 @@ parts. Both sides make the same number of tokens, checked. Prints a table last a
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import re
@@ -24,6 +23,7 @@ from typing import Any
 import sglang as sgl
 import torch
 
+from granikv_sglang.bench_serving.machine import collector_held
 from granikv_sglang.config import NAME, REGIMES, GraniKVConfig
 from granikv_sglang.core import commit
 
@@ -76,14 +76,10 @@ class Side:
         the timed part, 10 to 30 ms of it, now on one side and now on the other.
         """
         params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        gc.collect()
-        gc.disable()
-        try:
+        with collector_held():
             begin = time.perf_counter()
             replies = self.engine.generate(input_ids=prompts, sampling_params=params)
             return time.perf_counter() - begin, [reply["output_ids"] for reply in replies]
-        finally:
-            gc.enable()
 
     def trace(self, prompts: list[list[int]], tokens: int, folder: Path, prefix: str) -> None:
         """One run under torch's profiler, host and device; SGLang writes the Chrome trace into ``folder``."""

@@ -22,10 +22,8 @@ PARTS = {
 def loads(records: Iterable[Record]) -> Rows:
     """A row for each load without variants: speed-ups with their ranges, latencies of both sides, medians."""
     points = [record for record in records if record["kind"] == "point" and len(record["comparisons"]) == 1]
-    # The grid in order, then the shapes as they were measured.
-    grid = sorted((p for p in points if p["shape"] == "homogeneous"), key=lambda p: (p["prefix_tokens"], p["agents"]))
     rows = []
-    for point in [*grid, *(p for p in points if p["shape"] != "homogeneous")]:
+    for point in points:
         ((name, comparison),) = point["comparisons"].items()
         stock, ours = (point["sides"][side]["metrics"] for side in (point["baseline"], name))
         times = [

@@ -273,6 +273,22 @@ def test_a_failed_copy_leaves_the_prefix_cold(monkeypatch):
     assert world.tree.hot_path(reqs[0].last_node) == ()
 
 
+def test_a_part_whose_copy_fails_is_no_promotion(monkeypatch):
+    world = World(slots=2047)
+    reqs = [serve(world, words((1000, 1000), (i, 5))) for i in (1, 2)]
+    fill_up(world, 1280)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no staging buffer")
+
+    monkeypatch.setattr("granikv_sglang.plugin.promoter.copy_slots_reference", fail)
+    world.promote()
+    world.check()
+    assert (world.counters.promotions, world.counters.partial_promotions) == (0, 0)
+    assert world.counters.declines[Decline.COPY_FAILED] == 1
+    assert world.tree.hot_path(reqs[0].last_node) == ()
+
+
 def test_promotion_while_the_same_prompt_is_half_prefilled():
     world = World()
     half = world.admit(words(PREFIX, (77, 30)))

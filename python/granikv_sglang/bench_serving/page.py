@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from granikv_sglang.bench_serving.plots import Picture, draw_all
-from granikv_sglang.bench_serving.results import UNSTEADY, granikv_lines, milliseconds, steady
+from granikv_sglang.bench_serving.results import UNSTEADY, granikv_lines, in_order, milliseconds, steady
 from granikv_sglang.bench_serving.runner import SHOWN
 
 Record = Mapping[str, Any]
@@ -43,23 +43,11 @@ pre { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; padding:
 def write_report(records: Sequence[Record], folder: Path) -> Path:
     """Draw the pictures and write the page; returns its path. Raises OSError when the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    records = _in_order(records)
+    records = in_order(records)
     pictures = draw_all(records, folder)
     path = folder / PAGE
     path.write_text(page(records, pictures), encoding="utf-8")
     return path
-
-
-def _in_order(records: Sequence[Record]) -> list[Record]:
-    """Loads of a shape by prefix and requests, whichever run they come from; those with variants; what broke off."""
-    shapes = list(dict.fromkeys(record.get("shape") for record in records))
-
-    def place(record: Record) -> tuple[float, ...]:
-        sides = len(record.get("sides", ()))
-        size = (record.get("prefix_tokens") or 0, record.get("agents") or 0)
-        return (record["kind"] == "broken", sides > 2, shapes.index(record.get("shape")), *size)
-
-    return sorted(records, key=place)
 
 
 def page(records: Sequence[Record], pictures: Sequence[Picture]) -> str:

@@ -160,6 +160,18 @@ def load(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return records
 
 
+def in_order(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Loads of a shape by prefix and requests, whichever run they come from; those with variants; what broke off."""
+    shapes = list(dict.fromkeys(record.get("shape") for record in records))
+
+    def place(record: Mapping[str, Any]) -> tuple[float, ...]:
+        sides = len(record.get("sides", ()))
+        size = (record.get("prefix_tokens") or 0, record.get("agents") or 0)
+        return (record["kind"] == "broken", sides > 2, shapes.index(record.get("shape")), *size)
+
+    return sorted(records, key=place)
+
+
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """The results as text, a block for each point. An invalid comparison has reasons in place of speed-ups."""
     lines: list[str] = []

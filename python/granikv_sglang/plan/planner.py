@@ -126,26 +126,22 @@ class Planner:
 
     def _build(self, paths: Sequence[Path], tokens: Callable[[], int]) -> Plan:
         members = max(2, len(paths)) if self._whole_batch else 2
-        items = build_items(paths, self._classifier.bounds.min_item_tokens, members)
-        self._items = self._that_fit(items, len(paths))
-        self._coverage = coverage_of(self._items, len(paths))
+        items, rows = build_items(paths, self._classifier.bounds.min_item_tokens, members), len(paths)
+        holding = self._that_hold(items, rows)
+        if not holding and self._that_hold((), rows):
+            # So many rows are no trouble, so many items are: what fits is shared.
+            items = within(items, lambda some: bool(self._that_hold(some, rows))) or items
+            holding = self._that_hold(items, rows)
+        self._items, self._holding = items, holding
+        self._coverage = coverage_of(items, rows)
         self._features = None
-        self._holding = tuple(r for r in self._classifier.regimes() if self._holds(r, len(paths), self._items))
-        decision = self._classify(tokens() if self._items else len(paths))
-        return self._plan_of(self._settle(decision, self._items, decision.regime.value))
+        decision = self._classify(tokens() if items else rows)
+        return self._plan_of(self._settle(decision, items, decision.regime.value))
 
-    def _that_fit(self, items: tuple[Item, ...], rows: int) -> tuple[Item, ...]:
-        """The items, or as many as some engine holds; all of them where no engine takes so many rows."""
-        regimes = self._classifier.regimes()
-
-        def holds(some: Sequence[Item]) -> bool:
-            return any(self._holds(regime, rows, some) for regime in regimes)
-
-        return items if not items or holds(items) else within(items, holds) or items
-
-    def _holds(self, regime: Regime, rows: int, items: Sequence[Item]) -> bool:
-        capacity = self._capacities.get(regime)
-        return capacity is None or capacity.holds(rows, items)
+    def _that_hold(self, items: Sequence[Item], rows: int) -> tuple[Regime, ...]:
+        """The regimes in question whose engines' buffers take a plan of ``items`` for ``rows`` requests."""
+        capacities = ((regime, self._capacities.get(regime)) for regime in self._classifier.regimes())
+        return tuple(regime for regime, capacity in capacities if capacity is None or capacity.holds(rows, items))
 
     def _grown(self, tokens: int) -> Features:
         """Features of the batch with ``tokens`` tokens in its contexts; most of them change with membership alone."""

@@ -204,10 +204,11 @@ def _tiles(f: Features, height: int) -> tuple[int, int]:
 def _narrower(f: Features) -> int:
     """What the tiles lose in area where the Triton engine gives items to its narrow grid, at half the height."""
     most = NARROW_ROWS // f.shape.gqa
-    narrow = [tokens if members <= most else 0 for tokens, members in zip(f.tokens, f.members, strict=True)]
-    if sum(narrow) * f.shape.kv_heads < NARROW_LEAST:
+    stretches = zip(f.tokens, f.members, f.blocks, strict=True)
+    narrow = [(tokens, blocks) for tokens, members, blocks in stretches if members <= most]
+    if sum([tokens for tokens, _ in narrow]) * f.shape.kv_heads < NARROW_LEAST:
         return 0
-    return sum(blocks for blocks, tokens in zip(f.blocks, narrow, strict=True) if tokens) * 64 * BLOCK
+    return sum([blocks for _, blocks in narrow]) * 64 * BLOCK
 
 
 def _pieces(longest: int, area: int, height: int, room: float) -> tuple[float, float]:

@@ -92,15 +92,16 @@ class Promoter:
             return
         segment, tokens, start = found
         holder = self._holder(reqs, segment)
-        if tokens < segment.tokens:
+        in_part = tokens < segment.tokens
+        if in_part:
             segment = self._tree.leading_part(segment, holder, tokens)
-            self._counters.partial_promotions += 1
         with _forward_stream(scheduler):
             outcome = self._tree.promote(segment, holder, self._copy_on_all_ranks, start)
             if isinstance(outcome, Decline):
                 self._turned_down(segment, outcome)
                 return
             offset, old, new = outcome
+            self._counters.partial_promotions += in_part
             self._note("promoted", offset, segment.tokens, start)
             self._swing(reqs, segment, offset, new)
         self._tree.allocator.free(old)
